@@ -6,12 +6,15 @@ Life: load -> capture -> warm up -> ready -> drain -> stop. Serve sends no reque
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Coroutine
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray import serve
@@ -19,7 +22,9 @@ from ray import serve
 from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import Unavailable
 from actors.options import ActorOptions, refused, updated
-from actors.pipeline import open_pipeline
+from actors.pipeline import Pipeline, open_pipeline
+from actors.rows.protocol import HeldRows
+from actors.rows.server import RowsServer
 from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
@@ -27,6 +32,51 @@ from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open
 from actors.types import Dtype, Media, Reply, Work
 
 log = logging.getLogger("ray.serve")
+
+KEPT_ROWS_SECONDS = 5.0
+"""How long a reader of rows waits for the event loop, and until rows are written."""
+Result = TypeVar("Result")
+
+
+class KeptRows:
+    """A pipeline's references for the threads of a RowsServer: calls run on the event loop."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def hold(self, name: str) -> HeldRows | None:
+        def free_late(done: Future[HeldRows | None]) -> None:
+            if not done.exception() and done.result():
+                self.free(name)
+
+        answer = self._begin(self.pipeline.hold(name))
+        try:
+            return answer.result(KEPT_ROWS_SECONDS)
+        except TimeoutError:
+            answer.add_done_callback(free_late)
+            raise late() from None
+
+    def free(self, name: str) -> None:
+        assert self.loop
+        with suppress(RuntimeError):  # the loop was closed, with the replica
+            self.loop.call_soon_threadsafe(self.pipeline.free, name)
+
+    def rows(self, name: str) -> memoryview:
+        answer = self._begin(self.pipeline.rows(name))
+        try:
+            return answer.result(KEPT_ROWS_SECONDS).data
+        except TimeoutError:
+            answer.cancel()
+            raise late() from None
+
+    def _begin(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
+        assert self.loop
+        return asyncio.run_coroutine_threadsafe(call, self.loop)
+
+
+def late() -> Unavailable:
+    return Unavailable(f"the encoder did not answer within {KEPT_ROWS_SECONDS:g} s: try again")
 
 
 class Encoder:
@@ -51,7 +101,8 @@ class Encoder:
         self.outstanding = Work(0)
         self.waiting = Work(0)
         """This replica's share of what waits in routers."""
-        self.rpc = ReplicaServer(self)
+        self.kept_rows = KeptRows(self.pipeline)
+        self.rpc = ReplicaServer(self, RowsServer(self.kept_rows), options.references.port)
         engine = self.pipeline.engine
         model, backend = engine.tower.spec.id, engine.device.backend
         log.info("encoder %s is ready: %s on %s", self.replica, model, backend)
@@ -99,6 +150,7 @@ class Encoder:
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """What routers know of this replica. Serve asks once."""
+        self.kept_rows.loop = asyncio.get_running_loop()
         process = ray.get_runtime_context()
         endpoint = await self.rpc.start(
             process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()

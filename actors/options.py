@@ -281,6 +281,12 @@ class ReferenceOptions(Options):
     ttl_seconds: float = Field(60, gt=0)
     max_bytes: int = Field(2**30, ge=0)
     """Per replica. Beyond it, the embedding fetched longest ago is evicted."""
+    device_bytes: int = Field(0, ge=0)
+    """Memory on each replica's device where the latest of them are as well, for language models on
+    the same machine, which copy them from there (rows/memory.py). 0: none."""
+    port: int = Field(0, ge=0, le=65_520)
+    """Where language models on other machines read the rows of ids: the first of 16 TCP ports that
+    a replica tries on its node. 0: the system chooses."""
 
 
 class PreprocessOptions(Options):
@@ -403,7 +409,8 @@ class EncoderOptions(DeviceOptions):
     shared memory."""
     gpu_memory_bytes: PositiveInt | None = None
     """Limit of the GPU memory that a replica takes through torch: weights, graphs, buffers,
-    `nixl_bytes`. The CUDA context and modules come on top. None: all that is free."""
+    `nixl_bytes`, `references.device_bytes`. The CUDA context and modules come on top. None: all
+    that is free."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
@@ -464,6 +471,12 @@ class ActorOptions(Options):
         are checked one by one: see config.encoders."""
         on_cuda = self.encoder.device == "cuda" and not self.encoder.pools
         graphs = self.graphs.mode != "off"
+        limit = self.encoder.gpu_memory_bytes
+        if limit and self.references.device_bytes >= limit:
+            raise ValueError(
+                f"references.device_bytes is {self.references.device_bytes}, of the {limit} of "
+                "encoder.gpu_memory_bytes, which also hold weights and graphs: lower it"
+            )
         if self.model.dtype == "float32" and on_cuda and graphs:
             raise ValueError(
                 "model.dtype is float32, for which there is no attention that a CUDA graph can "

@@ -8,21 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from time import monotonic
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 
 from actors.engine.engine import Engine
 from actors.engine.traffic import SizesFile
-from actors.errors import DeadlineExceeded, EmbeddingLost, EncodeFailed, ServiceError, Unavailable
+from actors.engine.video_chunks import rows_of
+from actors.errors import (
+    DeadlineExceeded,
+    EmbeddingLost,
+    EncodeFailed,
+    ServiceError,
+    StartError,
+    Unavailable,
+)
 from actors.media.decoder import Decoder
 from actors.models.precision import rows_digest
 from actors.options import ActorOptions
+from actors.rows.memory import RowMemory
+from actors.rows.protocol import HeldRows
 from actors.spec.video import retained_tokens
 from actors.startup import open_engine
 from actors.store.kept import (
@@ -35,7 +47,7 @@ from actors.store.kept import (
 )
 from actors.store.nixl import DeviceMemory
 from actors.store.shared_cache import SharedCache, open_store
-from actors.store.shared_memory import INLINE_BYTES
+from actors.store.shared_memory import INLINE_BYTES, here
 from actors.store.writer import RowBatch, RowWriter, converted
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
@@ -46,6 +58,7 @@ from actors.types import (
     Dtype,
     Embedding,
     Item,
+    ItemPlan,
     Media,
     SharedBytes,
     Timings,
@@ -73,7 +86,9 @@ class Pipeline:
         series: EncoderMetrics,
         spans: Spans,
         sizes: SizesFile | None = None,
+        memory: RowMemory | None = None,
     ) -> None:
+        """`memory`: where the rows of what is kept for ids are as well, as far as there is room."""
         self.decoder = decoder
         self.engine = engine
         self.writer = writer
@@ -82,6 +97,11 @@ class Pipeline:
         self.series = series
         self.spans = spans
         self.sizes = sizes
+        self.memory = memory
+        self._blocks: weakref.WeakValueDictionary[tuple[str, ...], Any] = (
+            weakref.WeakValueDictionary()
+        )
+        """Blocks of `memory` by what determines their rows: ids of equal items share one."""
         self._writing_behind = False
         self._closed = False
 
@@ -115,11 +135,12 @@ class Pipeline:
         self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
     ) -> Embedding:
         tokens = None if media.prune else retained_tokens(media.plan, media.evs_rate)
+        block = self._blocks.get((*self.writer.key(media), dtype))
         if hit := self.cache.get(self.writer.key(media), tokens):
             hit = replace(await converted(hit, dtype), source="cache", timings=NO_TIMINGS)
-            return self._kept(media, hit) if keep else hit
+            return self._kept(media, hit, block) if keep else hit
         if hit := await self.writer.from_shared_cache(media, dtype, tokens):
-            return self._kept(media, hit) if keep else hit
+            return self._kept(media, hit, block) if keep else hit
 
         item = await result_of(self.decoder.submit(media))
         self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
@@ -128,10 +149,14 @@ class Pipeline:
             self.series.pruned_patches.inc(media.plan.patches - item.plan.patches)
         self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
 
-        item.on_device = self.writer.stays_on_device(media, dtype)
+        in_memory = keep and self._fits_memory(media, dtype)
+        item.on_device = in_memory or self.writer.stays_on_device(media, dtype)
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 
+        if in_memory and (block := await self._block(media, item, dtype)) is not None:
+            later = self._written_later(media, item, dtype, batch, block)
+            return self._kept(media, later, block)
         if keep and alone and self._may_be_answered_before_it_is_written(media, item, dtype):
             return self._kept(media, self._write_behind(media, item, dtype, batch))
         embedding = await batch.write(media, item)
@@ -139,8 +164,11 @@ class Pipeline:
 
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost where its rows could not be written."""
-        if (kept := self.references.get(name, monotonic())) is None:
-            return None
+        kept = self.references.get(name, monotonic())
+        return kept and await self._written(name, kept)
+
+    async def _written(self, name: str, kept: Kept) -> Kept:
+        """Once its rows are in shared memory."""
         try:
             return replace(kept, embedding=await written(kept.embedding))
         except Exception as error:
@@ -150,6 +178,26 @@ class Pipeline:
                 f"the embedding could not be written to shared memory ({error!r}): encode the item "
                 "again, with a larger object store or a lower references.max_bytes"
             ) from error
+
+    async def hold(self, name: str) -> HeldRows | None:
+        """Keeps the rows of a name where they are until as many calls of `free`."""
+        if (hold := self.references.hold(name, monotonic())) is None:
+            return None
+        spec, embedding = self.writer.spec, hold.kept.embedding
+        found = HeldRows(embedding.shape, embedding.dtype, spec.id, spec.deepstack)
+        if self.memory and hold.block is not None:
+            place = self.memory.offset(hold.block)
+            found = replace(found, memory=self.memory.handle, offset=place)
+        return found
+
+    def free(self, name: str) -> None:
+        self.references.free(name, monotonic())
+
+    async def rows(self, name: str) -> Bytes:
+        """The bytes of rows that are held. Raises EmbeddingLost."""
+        kept = await self._written(name, self.references.held(name).kept)
+        found: Any = (await here(kept.embedding)).data
+        return np.asarray(found)
 
     def close(self) -> None:
         """Items in the engine are still answered; items that are not decoded yet are refused."""
@@ -175,7 +223,7 @@ class Pipeline:
         memory."""
         if media.evs_rate or media.on_device or self._writing_behind:
             return False
-        size_bytes = item.plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
+        size_bytes = self._size_bytes(item.plan, dtype)
         return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
 
     def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: RowBatch) -> Embedding:
@@ -183,20 +231,62 @@ class Pipeline:
 
         async def write() -> Embedding:
             try:
-                await asyncio.sleep(REPLY_SECONDS)
-                return await batch.write(media, item)
+                return await self._write(media, item, batch)
             finally:
                 self._writing_behind = False
 
         self._writing_behind = True
-        tokens, width = item.plan.tokens, self.writer.spec.width
-        pending = PendingWrite(asyncio.create_task(write()))
-        data = SharedBytes(pending, tokens * width * DTYPE_BYTES[dtype])
-        return self.writer.embedding(item, data, dtype, tokens)
+        return self._pending(item, dtype, write())
 
-    def _kept(self, media: Media, embedding: Embedding) -> Embedding:
-        """Its id in place of its data. Raises TooLarge."""
-        name = self.references.keep(Kept.of(media, embedding), monotonic())
+    def _fits_memory(self, media: Media, dtype: Dtype) -> bool:
+        """Whether an item's rows may have a block of `memory`. Pruning needs them on the host."""
+        if self.memory is None or media.on_device or media.evs_rate:
+            return False
+        return self._size_bytes(media.plan, dtype) <= len(self.memory.memory)
+
+    async def _block(self, media: Media, item: Item, dtype: Dtype) -> Any:
+        """A block with the rows of an encoded item; None: there is no room now."""
+        memory = self.memory
+        assert memory
+        size_bytes = self._size_bytes(item.plan, dtype)
+        while (block := memory.take(size_bytes)) is None:
+            if not self.references.evict_block():
+                return None
+        rows, kind = rows_of(item), getattr(torch, dtype)
+        loop, threads = asyncio.get_running_loop(), self.writer.threads
+        copy = await loop.run_in_executor(threads, memory.fill, block, rows, kind)
+        if rows.is_cuda and dtype == self.writer.spec.dtype:
+            item.rows = copy  # so that what waits to be written takes no other memory
+        self._blocks[*self.writer.key(media), dtype] = block
+        return block
+
+    def _written_later(
+        self, media: Media, item: Item, dtype: Dtype, batch: RowBatch, block: Any
+    ) -> Embedding:
+        """The embedding while its rows, which are in a block, are written to the host as well."""
+
+        async def write(_: Any) -> Embedding:
+            return await self._write(media, item, batch)
+
+        return self._pending(item, dtype, write(block))  # which keeps the block until then
+
+    async def _write(self, media: Media, item: Item, batch: RowBatch) -> Embedding:
+        await asyncio.sleep(REPLY_SECONDS)
+        return await batch.write(media, item)
+
+    def _pending(
+        self, item: Item, dtype: Dtype, write: Coroutine[Any, Any, Embedding]
+    ) -> Embedding:
+        pending = PendingWrite(asyncio.create_task(write))
+        data = SharedBytes(pending, self._size_bytes(item.plan, dtype))
+        return self.writer.embedding(item, data, dtype, item.plan.tokens)
+
+    def _size_bytes(self, plan: ItemPlan, dtype: Dtype) -> int:
+        return plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
+
+    def _kept(self, media: Media, embedding: Embedding, block: Any = None) -> Embedding:
+        """Its id in place of its data. Raises TooLarge, Overloaded."""
+        name = self.references.keep(Kept.of(media, embedding), monotonic(), block)
         reference = reference_id(self.writer.replica, name)
         return replace(embedding, data=NO_BYTES, reference=reference)
 
@@ -260,6 +350,8 @@ def open_pipeline(
     memory = None
     if options.encoder.transport == "nixl":
         memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
+    if rows := open_row_memory(options, engine.device.device):
+        series.reference_device_bytes.set_function(lambda: rows.taken_bytes)
     cache = EmbeddingCache(options.cache.max_bytes, series)
     spec = engine.tower.spec
     shared = None
@@ -271,4 +363,27 @@ def open_pipeline(
     sizes = None
     if options.graphs.sizes_file:
         sizes = SizesFile(options.graphs.sizes_file, spec.id, engine.item_tokens)
-    return Pipeline(decoder, engine, writer, references, series, spans, sizes)
+    return Pipeline(decoder, engine, writer, references, series, spans, sizes, rows)
+
+
+def open_row_memory(options: ActorOptions, device: torch.device) -> RowMemory | None:
+    """`references.device_bytes` of the device. Raises StartError."""
+    size_bytes = options.references.device_bytes
+    if not size_bytes:
+        return None
+    if device.type == "cpu":
+        return RowMemory.shared(size_bytes)
+    try:
+        memory = RowMemory.on_gpu(size_bytes, device)
+    except torch.OutOfMemoryError as error:
+        raise StartError(
+            f"references.device_bytes is {size_bytes}: the device's memory, or encoder."
+            "gpu_memory_bytes of it, does not hold that beside weights and graphs: lower it"
+        ) from error
+    if memory.handle is None:
+        log.warning(
+            "references.device_bytes has no effect: CUDA does not share this memory between "
+            "processes (expandable segments?)"
+        )
+        return None
+    return memory

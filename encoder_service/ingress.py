@@ -78,6 +78,7 @@ class Ingress:
         """Called by Serve once, after the constructor."""
         app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
         embeddings.add(app, self.service)
+        http.add_place(app, self.service, self.router.rows_place)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app

@@ -16,6 +16,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.options import TracingOptions, refused, updated
+from actors.rows.protocol import RowsPlace
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Origin, name_requests, open_spans
 from actors.types import Answer, Dtype, Media
@@ -130,6 +131,10 @@ class Router:
     async def release(self, reference: str) -> None:
         """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
         await self._fleet.release(reference)
+
+    def rows_place(self, reference: str) -> RowsPlace:
+        """Where the rows of an id are served. Raises NotFound, or Unavailable for now."""
+        return self._fleet.rows_place(reference)
 
     async def status(self) -> RouterStatus:
         self._dispatcher.refresh()

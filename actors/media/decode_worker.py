@@ -8,7 +8,6 @@ msgpack: a process that parses untrusted files must not send anything that runs 
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import json
 import logging
 import mmap
@@ -34,6 +33,7 @@ from actors.families.registry import read
 from actors.media.image import prepare
 from actors.media.patchify import Patchifier, Shape, patchifier_of
 from actors.options import ModelOptions
+from actors.rows.memory import sealed_file
 from actors.spec.checkpoint import Json, Notes
 from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item, ItemPlan, Media, ProcessorKwargs, Size
@@ -68,17 +68,12 @@ log = logging.getLogger(__name__)
 class Slab(Allocator):
     """Shared memory between a replica and its decoding processes: files in, patches out, in place.
 
-    An anonymous memfd: it has no name in the file system and disappears with its last process. A
-    block is freed when the last array that refers to it is.
+    A block is freed when the last array that refers to it is.
     """
 
     def __init__(self, size_bytes: int) -> None:
         super().__init__(size_bytes)
-        self.file = os.memfd_create("patches", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.truncate(self.file, size_bytes)
-        # A process that truncated the file would end the replica with SIGBUS.
-        seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-        fcntl.fcntl(self.file, fcntl.F_ADD_SEALS, seals)
+        self.file = sealed_file("patches", size_bytes)
         self.bytes = memoryview(mmap.mmap(self.file, size_bytes))
 
     def write(self, offset: int, size_bytes: int, media: Media) -> None:

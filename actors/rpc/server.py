@@ -13,7 +13,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
@@ -23,6 +23,8 @@ from typing import Any
 import grpc
 
 from actors.errors import ServiceError, TooLarge, Unavailable
+from actors.rows.protocol import RowsPlace
+from actors.rows.server import RowsServer
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     VERSION,
@@ -46,7 +48,7 @@ END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
-SOCKET_NAME = "replica.sock"
+SOCKET_NAME, ROWS_NAME = "replica.sock", "rows.sock"
 
 SERVICE: str = pb.DESCRIPTOR.services_by_name["Replica"].full_name
 METHOD = "Calls"
@@ -73,11 +75,18 @@ class Endpoint:
     actor: str  # name of the replica's Ray actor, which hands over rows in shared memory
     token: str = field(repr=False)
     version: int = VERSION
+    rows_unix: str = ""
+    rows_tcp: str = ""
 
     @property
     def metadata(self) -> dict[str, Any]:
         """For `record_replica_metadata`, which Ray's controller passes on to routers."""
         return {METADATA_KEY: asdict(self)}
+
+    @property
+    def rows(self) -> RowsPlace:
+        """Where language models read the rows of ids: see rows/server.py."""
+        return RowsPlace(self.rows_unix, self.rows_tcp)
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Endpoint | None:
@@ -92,9 +101,12 @@ class ReplicaServer:
     Serve does not see these calls, so the encoder calls `stop` before its process ends.
     """
 
-    def __init__(self, encoder: Any) -> None:
-        """`encoder`: an actors.encoder.Encoder, which imports this file."""
+    def __init__(self, encoder: Any, rows: RowsServer | None = None, rows_port: int = 0) -> None:
+        """`encoder`: an actors.encoder.Encoder, which imports this file. `rows`: starts and stops
+        with this one."""
         self._encoder = encoder
+        self._rows = rows
+        self._rows_port = rows_port
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
         self._streams: set[RouterStream] = set()
@@ -120,14 +132,17 @@ class ReplicaServer:
         server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]
         )
-        host = f"[{host}]" if ":" in host else host
-        port = server.add_insecure_port(f"{host}:0")
+        address = f"[{host}]" if ":" in host else host
+        port = server.add_insecure_port(f"{address}:0")
         directory = await asyncio.to_thread(make_directory)
         path = str(directory / SOCKET_NAME)
         server.add_insecure_port(f"unix:{path}")
         await server.start()
         self._server = server
-        self._endpoint = Endpoint(node, path, f"{host}:{port}", actor, token)
+        self._endpoint = Endpoint(node, path, f"{address}:{port}", actor, token)
+        if self._rows:
+            place = self._rows.start(directory / ROWS_NAME, host, self._rows_port)
+            self._endpoint = replace(self._endpoint, rows_unix=place.unix, rows_tcp=place.tcp)
         return self._endpoint
 
     async def stop(self, grace_seconds: float) -> None:
@@ -135,6 +150,7 @@ class ReplicaServer:
         if (server := self._server) is None or self._endpoint is None:
             return
         self._server = None
+        rows = asyncio.create_task(self._stop_rows(grace_seconds))
         tasks = [task for stream in self._streams for task in stream.tasks.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_seconds)
@@ -145,7 +161,12 @@ class ReplicaServer:
             if not TICKETS:
                 break
             await asyncio.sleep(0.05)
+        await rows
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
+
+    async def _stop_rows(self, grace_seconds: float) -> None:
+        if self._rows:
+            await asyncio.to_thread(self._rows.stop, grace_seconds)
 
     async def _calls(
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext

@@ -9,10 +9,11 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from secrets import token_urlsafe
+from typing import Any
 
 import numpy as np
 
-from actors.errors import TooLarge
+from actors.errors import Overloaded, TooLarge
 from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, Media, SharedBytes
@@ -97,6 +98,14 @@ class Kept:
         return data.object_ref if isinstance(data, SharedBytes) else None
 
 
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """What a reader holds: an entry, and its block, if its rows are in a RowMemory too."""
+
+    kept: Kept
+    block: Any
+
+
 def reference_id(replica: str, name: str) -> str:
     """The id that clients get for what a replica keeps under a name."""
     return f"{replica}.{name}"
@@ -105,16 +114,20 @@ def reference_id(replica: str, name: str) -> str:
 class References:
     """The embeddings that one replica keeps for clients, bounded in time and in bytes.
 
-    The one fetched longest ago is evicted first. An object in shared memory counts once, in full,
-    while any of its embeddings is kept. Time is an argument, in seconds of any steady clock. Not
-    thread-safe.
+    The one fetched longest ago is evicted first; one that is held, never. An object in shared
+    memory counts once, in full, while any of its embeddings is kept. Time is an argument, in
+    seconds of any steady clock. Not thread-safe.
     """
 
     def __init__(self, options: ReferenceOptions, metrics: EncoderMetrics) -> None:
         self._options = options
         self._metrics = metrics
         self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._ends: OrderedDict[str, float] = OrderedDict()  # ascending: all live equally long
+        self._ends: OrderedDict[str, float] = OrderedDict()
+        """Without those that are held. Ascending: all live equally long."""
+        self._blocks: OrderedDict[str, Any] = OrderedDict()
+        self._holds: Counter[str] = Counter()
+        self._released: set[str] = set()  # while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
         self.bytes = 0  # that all entries together hold
 
@@ -123,8 +136,10 @@ class References:
         """Size of the largest object that can be kept."""
         return self._options.max_bytes - OVERHEAD_BYTES
 
-    def keep(self, kept: Kept, now: float) -> str:
-        """Returns its name. Arrays are copied, because they may be views. Raises TooLarge."""
+    def keep(self, kept: Kept, now: float, block: Any = None) -> str:
+        """Returns its name. Arrays are copied, because they may be views. Raises TooLarge, or
+        Overloaded while others are held. `block`: of a rows.memory.RowMemory, with the same rows.
+        """
         most = self._options.max_bytes
         if kept.size_bytes > most:
             raise TooLarge(
@@ -133,7 +148,13 @@ class References:
             )
         self.expire(now)
         while self.bytes + self._added_bytes(kept) > most:
-            self._remove(next(iter(self._kept)))
+            oldest = next((name for name in self._kept if name not in self._holds), None)
+            if oldest is None:
+                raise Overloaded(
+                    "all embeddings that are kept here are about to be read by language models "
+                    "(references.max_bytes): try again"
+                )
+            self._remove(oldest)
             self._metrics.reference_evictions.inc()
         data = kept.embedding.data
         if isinstance(data, np.ndarray):
@@ -143,22 +164,62 @@ class References:
         self._users[kept.shared_object] += 1
         self._kept[name] = kept
         self._ends[name] = now + self._options.ttl_seconds
+        if block is not None:
+            self._blocks[name] = block
         self._report()
         return name
 
     def get(self, name: str, now: float) -> Kept | None:
         """The entry of a name; None once its time is over or it was evicted."""
         self.expire(now)
-        if name not in self._kept:
+        if name not in self._kept or name in self._released:
             return None
         self._kept.move_to_end(name)
         return self._kept[name]
 
+    def hold(self, name: str, now: float) -> Hold | None:
+        """As `get`; the entry and its block stay where they are until as many calls of `free`."""
+        if self.get(name, now) is None:
+            return None
+        self._ends.pop(name, None)
+        if name in self._blocks:
+            self._blocks.move_to_end(name)
+        self._holds[name] += 1
+        self._report()
+        return self.held(name)
+
+    def held(self, name: str) -> Hold:
+        """Of a name that is held."""
+        return Hold(self._kept[name], self._blocks.get(name))
+
+    def free(self, name: str, now: float) -> None:
+        """Ends one hold. After the last one, the entry lives as long as a new one."""
+        self._holds[name] -= 1
+        if not self._holds[name]:
+            del self._holds[name]
+            if name in self._released:
+                self._released.remove(name)
+                self._remove(name)
+            else:
+                self._ends[name] = now + self._options.ttl_seconds
+        self._report()
+
+    def evict_block(self) -> bool:
+        """Forgets the oldest block of an entry that nobody holds. False: there is none."""
+        oldest = next((name for name in self._blocks if name not in self._holds), None)
+        if oldest is None:
+            return False
+        del self._blocks[oldest]
+        return True
+
     def release(self, name: str) -> bool:
         """Drops an entry before its time. False: there is none."""
-        if name not in self._kept:
+        if name not in self._kept or name in self._released:
             return False
-        self._remove(name)
+        if name in self._holds:
+            self._released.add(name)
+        else:
+            self._remove(name)
         return True
 
     def expire(self, now: float) -> None:
@@ -171,7 +232,8 @@ class References:
 
     def _remove(self, name: str) -> None:
         kept = self._kept.pop(name)
-        del self._ends[name]
+        self._ends.pop(name, None)
+        self._blocks.pop(name, None)
         self._users[kept.shared_object] -= 1
         if not self._users[kept.shared_object]:
             del self._users[kept.shared_object]
@@ -181,6 +243,7 @@ class References:
     def _report(self) -> None:
         self._metrics.references.set(len(self._kept))
         self._metrics.reference_bytes.set(self.bytes)
+        self._metrics.references_held.set(len(self._holds))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

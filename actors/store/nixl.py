@@ -8,7 +8,6 @@ memory is reused, so each item carries a checksum that its reader compares.
 from __future__ import annotations
 
 import asyncio
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,9 +21,9 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayDirectTransportE
 from ray.experimental import register_nixl_memory, set_nixl_cuda_stream, set_target_for_ref
 from torch import Tensor
 
-from actors.allocator import Allocator
 from actors.errors import ConfigError, EmbeddingLost, StartError
 from actors.options import Transport
+from actors.rows.memory import RowMemory
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
@@ -41,32 +40,30 @@ class DeviceMemory:
         """Raises StartError where there is no NIXL, or not so much memory."""
         check_transport("nixl")
         try:
-            self._memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         except torch.OutOfMemoryError as error:
             raise StartError(
                 f"encoder.nixl_bytes is {size_bytes}: the device's memory, or encoder."
                 "gpu_memory_bytes of it, does not hold that beside weights and graphs: lower it"
             ) from error
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        register_nixl_memory(self._memory)
+        register_nixl_memory(memory)
         if self._stream:
             set_nixl_cuda_stream(self._stream)  # otherwise each put waits for the whole device
         self._metrics = metrics
-        self._allocator = Allocator(size_bytes)
+        self._memory = RowMemory(memory)
         self._lock = Lock()
-        metrics.nixl_bytes.set_function(self._taken_bytes)
+        metrics.nixl_bytes.set_function(lambda: self._memory.taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
         """Copies rows [tokens, width], complete and on this device, into this memory, converted to
         `dtype`. None: there is no room now."""
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
-            offset = self._allocator.take(size)
-            if offset is None:
+            block = self._memory.take(size)
+            if block is None:
                 self._metrics.nixl_full.inc()
                 return None
-            block = self._memory[offset : offset + size]
-            weakref.finalize(block, self._allocator.give_back, offset)
             block.view(dtype).view(rows.shape).copy_(rows)
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
@@ -74,10 +71,6 @@ class DeviceMemory:
         # Wrapped in an ordinary object: a process that passes on a direct transport reference keeps
         # Ray's metadata of it for ever (ray-project/ray#57962).
         return SharedBytes(ray.put([remote]), size)
-
-    def _taken_bytes(self) -> float:
-        with self._lock:
-            return self._allocator.taken_bytes
 
 
 def total(block: Tensor) -> int:

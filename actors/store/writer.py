@@ -96,14 +96,14 @@ class RowWriter:
         return [left or next(on_host) for left in on_device]
 
     def _left_on_device(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
-        if self.memory is None or not item.on_device:
+        if self.memory is None or not (media.on_device and item.on_device):
             return None
         rows = rows_of(item)
         data = self.memory.put(rows, getattr(torch, dtype))
         if data is None:
             return None
         if self.cache.max_bytes or self.shared:
-            self._cached(media, item, rows.cpu(), None)
+            self._cached(media, item, on_host(rows), None)
         return self.embedding(item, data, dtype, rows.shape[0])
 
     async def from_shared_cache(
@@ -135,7 +135,7 @@ class RowWriter:
         return own
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
-        rows = [self._pruned(rows_of(item).cpu(), media) for media, item in done]
+        rows = [self._pruned(on_host(rows_of(item)), media) for media, item in done]
         own = [self._cached(*pair, *kept) for pair, kept in zip(done, rows, strict=True)]
         if not self.cache.max_bytes:
             data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
@@ -226,6 +226,13 @@ def tensor(embedding: Embedding) -> Tensor:
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
         flat = torch.frombuffer(embedding.data, dtype=getattr(torch, embedding.dtype))
     return flat.view(embedding.shape)
+
+
+def on_host(rows: Tensor) -> Tensor:
+    """The rows, copied through pinned memory if they are on a GPU."""
+    if not rows.is_cuda:
+        return rows
+    return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
 
 
 def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:

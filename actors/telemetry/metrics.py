@@ -109,6 +109,12 @@ class EncoderMetrics:
         )
         self.references = gauge("references", "Embeddings kept for clients, by id.")
         self.reference_bytes = gauge("reference_bytes", "Bytes of the embeddings kept for clients.")
+        self.references_held = gauge(
+            "references_held", "Embeddings kept for clients that language models are about to read."
+        )
+        self.reference_device_bytes = gauge(
+            "reference_device_bytes", "Bytes of references.device_bytes in use."
+        )
         self.reference_evictions = counter(
             "reference_evictions_total", "Embeddings kept for clients, evicted before they expired."
         )

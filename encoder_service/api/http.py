@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddle
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
+from actors.rows.protocol import RowsPlace
 from encoder_service.api import schema
 from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.upload import check_length, read
@@ -31,6 +33,7 @@ PLAN_PATH = "/v1/plan"
 CHAT_PATH = "/v1/chat/completions"
 EMBEDDINGS_PATH = "/v1/embeddings"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
+PLACE_PATH = "/v1/embeddings/{reference}/place"
 COUNTED = {
     ENCODE_PATH: "http",
     PLAN_PATH: "plan",
@@ -171,6 +174,17 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     schema.describe(app, closed=service.tokens.required)
     return app
+
+
+def add_place(app: FastAPI, service: Service, rows_place: Callable[[str], RowsPlace]) -> None:
+    """Where encoders serve rows themselves. `rows_place`: Router.rows_place."""
+
+    @app.get(PLACE_PATH, responses=schema.MISSING)
+    async def place(request: Request, reference: str) -> schema.PlaceDocument:
+        """Where the replica that keeps an id serves its rows, for language models inside the
+        cluster's network. Does not say whether the id is kept."""
+        service.authorize(*request.headers.getlist("authorization"))
+        return schema.PlaceDocument(**asdict(rows_place(reference)))
 
 
 def default_of(request: Request) -> str:

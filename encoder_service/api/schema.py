@@ -255,6 +255,14 @@ class PlanDocument(BaseModel):
     items: list[PlannedItem | FailedItem]
 
 
+class PlaceDocument(BaseModel):
+    """The response of GET /v1/embeddings/{id}/place."""
+
+    unix: str = Field(description="Path of a socket that processes of the replica's user reach.")
+    tcp: str = Field(description="Address and port on the replica's node. Empty: none.")
+    version: int = Field(description="Of the protocol of both.")
+
+
 class BodyItem(KwargsFields):
     """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 

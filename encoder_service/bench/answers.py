@@ -35,6 +35,7 @@ from rich.table import Table
 from actors.errors import StartError
 from encoder_service.bench.cluster import free_ports
 from encoder_service.bench.mix import Shape, picture
+from encoder_service.client import AsyncClient, ServiceError
 
 START_SECONDS, STOP_SECONDS, REQUEST_SECONDS = 600, 30, 120
 KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connection
@@ -114,35 +115,42 @@ class PhaseReport:
 
 
 class OpenAiServer:
-    """One server under load."""
+    """One server under load, or several that share it: each gets the next request if it has the
+    fewest to answer."""
 
-    def __init__(self, name: str, url: str, session: aiohttp.ClientSession, model: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        urls: Sequence[str],
+        session: aiohttp.ClientSession,
+        model: str,
+        encoder: AsyncClient | None = None,
+    ) -> None:
+        """`encoder`: encodes images first, which are then sent by id."""
         self.name = name
-        self.url = url
+        self.outstanding = dict.fromkeys(urls, 0)
         self.session = session
         self.model = model
+        self.encoder = encoder
 
     async def ask(self, images: Images, number: int, tokens: int) -> Streamed:
         """One chat. `number` begins its text, so that no two share a prefix."""
-        parts: list[dict[str, Any]] = [
-            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{coded(image)}"}}
-            for image in images
-        ]
-        parts.append({"type": "text", "text": f"{number:08d} {PROMPT}"})
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": parts}],
-            "max_tokens": tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
-        }
         found = Streamed(time.perf_counter())
         seen, last = 0, found.began
+        url = min(self.outstanding, key=lambda one: self.outstanding[one])
+        self.outstanding[url] += 1
         try:
-            url = self.url + "/v1/chat/completions"
-            async with self.session.post(url, json=body) as response:
+            text = {"type": "text", "text": f"{number:08d} {PROMPT}"}
+            body = {
+                "model": self.model,
+                "messages": [{"role": "user", "content": [*await self.parts(images), text]}],
+                "max_tokens": tokens,
+                "ignore_eos": True,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+            }
+            async with self.session.post(f"{url}/v1/chat/completions", json=body) as response:
                 if response.status != 200:
                     found.error = f"{response.status}: {(await response.text())[:200]}"
                     return found
@@ -158,13 +166,25 @@ class OpenAiServer:
                     else:
                         found.first = now - found.began
                     seen, last = usage["completion_tokens"], now
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError, ServiceError) as error:
             found.error = repr(error)[:200]
             return found
+        finally:
+            self.outstanding[url] -= 1
         found.ended = last
         if seen != tokens:
             found.error = f"{seen} tokens instead of {tokens}"
         return found
+
+    async def parts(self, images: Images) -> list[dict[str, Any]]:
+        """Of a chat message. Raises ServiceError, ValueError."""
+        if self.encoder and images:
+            kept = await self.encoder.encode(images, reference=True)
+            return [one.to_vllm() for one in kept]
+        return [
+            {"type": "image_url", "image_url": {"url": f"data:image/jpeg;base64,{coded(image)}"}}
+            for image in images
+        ]
 
 
 class Pictures:
@@ -315,20 +335,27 @@ def percentiles_ms(seconds: Sequence[float]) -> list[float]:
 
 
 @asynccontextmanager
-async def connected(name: str, url: str) -> AsyncIterator[OpenAiServer]:
-    """Raises StartError if the server names no model."""
+async def connected(
+    name: str, urls: Sequence[str], encoder: str = ""
+) -> AsyncIterator[OpenAiServer]:
+    """Raises StartError if a server names no model. `encoder`: URL of a service for its images."""
     timeout = aiohttp.ClientTimeout(total=REQUEST_SECONDS)
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_ALIVE_SECONDS)
     async with aiohttp.ClientSession(
         timeout=timeout, connector=connector, read_bufsize=2**20
     ) as session:
-        try:
-            async with session.get(url + "/v1/models") as response:
-                models = (await response.json())["data"]
-            model = str(models[0]["id"])
-        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
-            raise StartError(f"{url}/v1/models names no model: {error!r}") from error
-        yield OpenAiServer(name, url, session, model)
+        for url in urls:
+            try:
+                async with session.get(url + "/v1/models") as response:
+                    models = (await response.json())["data"]
+                model = str(models[0]["id"])
+            except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+                raise StartError(f"{url}/v1/models names no model: {error!r}") from error
+        if not encoder:
+            yield OpenAiServer(name, urls, session, model)
+            return
+        async with AsyncClient(encoder, os.environ.get("ENCODER_SERVICE_TOKEN")) as client:
+            yield OpenAiServer(name, urls, session, model, client)
 
 
 @contextmanager

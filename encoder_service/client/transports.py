@@ -94,6 +94,10 @@ class HttpTransport:
     async def fetch(self, reference: str) -> Document:
         return await self.document("GET", path_of(reference))
 
+    async def place(self, reference: str) -> Document:
+        """Where the rows of an id are served, for connectors: see actors/rows."""
+        return await self.document("GET", path_of(reference) + "/place", accept=JSON)
+
     async def release(self, reference: str) -> None:
         await self.request("DELETE", path_of(reference))
 

@@ -369,8 +369,18 @@ def add_answers(kinds: Any) -> None:
         nargs="+",
         action="extend",
         default=[],
+        metavar="NAME=URL[,URL]",
+        help="also measure OpenAI servers that are running; several URLs share a server's load",
+    )
+    parser.add_argument(
+        "--encoder",
+        type=named_url,
+        nargs="+",
+        action="extend",
+        default=[],
         metavar="NAME=URL",
-        help="also measure OpenAI servers that are running",
+        help="the encoder service that encodes the images of such a server, which gets their ids; "
+        "with the token in ENCODER_SERVICE_TOKEN",
     )
     parser.add_argument(
         "--mix",
@@ -432,20 +442,23 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
         tokens=options.tokens,
         repeated=options.repeated,
     )
+    encoders = {name: urls[0] for name, urls in options.encoder}
+    if unknown := encoders.keys() - dict(options.url):
+        raise ConfigError(f"--encoder names {', '.join(unknown)}, which no --url does")
     found: list[answers.PhaseReport] = []
 
-    async def measured(name: str, url: str) -> None:
-        async with answers.connected(name, url) as server:
+    async def measured(name: str, urls: list[str]) -> None:
+        async with answers.connected(name, urls, encoders.get(name, "")) as server:
             found.extend(await answers.measure(server, plan, console))
         # Written after each server, so that a crash of a later one loses nothing.
         write_json(options.json, answers.documents(found))
 
-    for name, url in options.url:
-        asyncio.run(measured(name, url))
+    for name, urls in options.url:
+        asyncio.run(measured(name, urls))
     for name in options.place if options.model else ():
         place = options.local | {"place": name} if name != ALONE else None
         with answers.vllm(options.model, place, shlex.split(options.vllm), console) as url:
-            asyncio.run(measured(name, url))
+            asyncio.run(measured(name, [url]))
     if options.plot:
         answers.plot(found, options.plot)
     console.width = max(console.width, ANSWERS_WIDTH)
@@ -467,11 +480,12 @@ def settings(text: str) -> dict[str, Any]:
     return found
 
 
-def named_url(text: str) -> tuple[str, str]:
-    name, _, url = text.partition("=")
-    if not name or not url.startswith(("http://", "https://")):
+def named_url(text: str) -> tuple[str, list[str]]:
+    name, _, rest = text.partition("=")
+    urls = rest.split(",")
+    if not name or not all(url.startswith(("http://", "https://")) for url in urls):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=http://HOST:PORT")
-    return name, url.rstrip("/")
+    return name, [url.rstrip("/") for url in urls]
 
 
 def run_dataplane(options: argparse.Namespace, console: Console) -> int:

@@ -9,58 +9,76 @@ A request then names an embedding by "uuid", with its grid and without its rows,
 `Embedding.to_vllm()` makes it for a reference. Follows ECConnectorBase of vLLM 0.32 and 0.33;
 docs/engines.md says what has been run. Only vLLM can import this module.
 
-The scheduler's half fetches embeddings while other requests run, and sends the rows to the workers
-with a step. An error thus fails one request; in a worker it would end vLLM itself.
+The scheduler's half finds embeddings while other requests run, and tells the workers with a step
+where they are: see vllm_rows.py. An error thus fails one request; in a worker it would end vLLM
+itself.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
     ECConnectorRole,
 )
 
+from actors.rows.protocol import MemoryHandle
+from encoder_service.engines.vllm_rows import (
+    TIMEOUT_SECONDS,
+    FetchedRows,
+    RowLoader,
+    RowsAt,
+    RowSource,
+)
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
 
 if TYPE_CHECKING:
-    import torch
-
     from encoder_service.client import Client
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_SECONDS = 10.0
-"""For one fetch, which its request waits for, once it has its turn."""
-FETCHES_AT_ONCE = 8
-"""vLLM asks for the embeddings of its whole queue."""
-METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps"))
+AHEAD_BYTES = 2**30
+"""`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
+LOST = "the connection to its replica was lost"
+METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
 
 @dataclass
 class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checked without vLLM
-    """Sent to the workers with a step: [tokens, width] on the CPU under each id."""
+    """Sent to the workers with a step: under each id, [tokens, width] or where they are."""
 
-    rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    rows: dict[str, RowsAt | torch.Tensor] = field(default_factory=dict)
+    memories: dict[int, MemoryHandle] = field(default_factory=dict)
+    """Those to have open."""
 
 
 @dataclass
 class PendingFetch:
-    rows: Future[torch.Tensor]
+    rows: Future[FetchedRows]
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
+    sent: set[str] = field(default_factory=set)
+    """Those for which it was sent to the workers."""
+    in_use: bool = False
+    """A step that is under way may still copy it."""
     time: Stopwatch = field(init=False)
 
     def __post_init__(self) -> None:
         self.time = Stopwatch(self.rows)
+
+    @property
+    def lost(self) -> bool:
+        """The rows that were held are gone, with the connection to their replica."""
+        done = self.rows.done() and not self.rows.exception()
+        return done and self.rows.result().lost
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
@@ -83,11 +101,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any) -> None:
         """Raises ValueError for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role)
-        if not hasattr(ECConnectorBase, "take_unavailable_requests"):
-            raise ValueError(
-                "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
-                'or newer, or "place": "local"'
-            )
+        self.check_version()
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')
         url = vllm_config.ec_transfer_config.get_from_extra_config("url", None)
@@ -102,18 +116,39 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 "use lru"
             )
         self.fetches: dict[str, PendingFetch] = {}
-        self.turns = asyncio.Semaphore(FETCHES_AT_ONCE)
         self.failed: set[str] = set()
+        self.spoiled: set[str] = set()
+        """Names of embeddings in whose place zeros were sent: vLLM's caches may have them."""
         self.stats = LoadStats()
         self.needed = RowsToLoad()
+        self.loading: dict[str, tuple[Any, int]] = {}
+        """Requests to whose rows a step was sent, and how many tokens they had then."""
+        self.loader: RowLoader | None = None
         self.client: Client | None = None
+        self.source: RowSource | None = None
         if role is ECConnectorRole.SCHEDULER:
             from encoder_service.client import Client  # which the place "local" does not need
 
+            extra, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
+            self.source = RowSource(
+                self.client,
+                self.check,
+                extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES),
+                parallel.world_size // parallel.pipeline_parallel_size,  # the first stage's
+            )
+
+    def check_version(self) -> None:
+        """Raises ValueError."""
+        if not hasattr(ECConnectorBase, "take_unavailable_requests"):
+            raise ValueError(
+                "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
+                'or newer, or "place": "local"'
+            )
 
     def shutdown(self) -> None:
-        if self.client is not None:
+        if self.source is not None and self.client is not None:
+            self.source.close()
             self.client.close()
 
     # In the scheduler
@@ -125,62 +160,58 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """
         here = True
         for index, feature in enumerate(request.mm_features):
-            if not is_reference(feature):
+            if not self.is_reference(feature):
                 continue
             name, place = feature.identifier, feature.mm_position
+            if name in self.spoiled:
+                self.fail(request, index, LOST)
+                here = False
+                continue
             if place.offset + place.length <= num_computed_tokens:
-                self.drop(name, request.request_id)
+                if request.request_id not in self.loading:  # a step counts before it has run
+                    self.drop(name, request.request_id)
                 continue
             fetch = self.fetches.get(name)
-            if fetch is None:
+            if fetch is None or (fetch.lost and request.request_id not in fetch.sent):
                 # With LoRA of the tower, vLLM puts the adapter's name before the id.
-                fetch = PendingFetch(self.begin(feature.mm_hash or name))
+                rows = the(self.source).begin(feature.mm_hash or name)
+                fetch = PendingFetch(rows, fetch.requests if fetch else set())
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
         return here
 
-    def begin(self, name: str) -> Future[torch.Tensor]:
-        assert self.client is not None
-        client, dtype = self.client.client, self._vllm_config.model_config.dtype
+    @staticmethod
+    def is_reference(feature: Any) -> bool:
+        """Whether an item brings neither rows nor pixels: without its rows, vLLM would end."""
+        return feature.data is not None and feature.data.keys() <= METADATA
 
-        async def fetched() -> torch.Tensor:
-            if "." not in name:
-                raise ValueError(
-                    "this is vLLM's own name for an item without rows and without an id: send the "
-                    "part as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
-                    "media_io_kwargs"
-                )
-            async with self.turns:
-                try:
-                    async with asyncio.timeout(TIMEOUT_SECONDS):  # also if it trickles in
-                        embedding = await client.fetch(name)
-                except TimeoutError:
-                    raise TimeoutError(f"not received within {TIMEOUT_SECONDS:g} s") from None
-            hidden = self._vllm_config.model_config.get_inputs_embeds_size()
-            if embedding.shape[1] != hidden * (1 + embedding.deepstack):
-                raise ValueError(
-                    f"embedding {name} of {embedding.model} is {embedding.shape[1]} wide, the "
-                    f"language model {hidden}: does the encoder service run another model?"
-                )
-            return embedding.torch().to(dtype)
+    def check(self, name: str, shape: tuple[int, int], model: str, deepstack: int) -> None:
+        """Raises ValueError for rows that the language model cannot take."""
+        hidden = self._vllm_config.model_config.get_inputs_embeds_size()
+        if shape[1] != hidden * (1 + deepstack):
+            raise ValueError(
+                f"embedding {name} of {model} is {shape[1]} wide, the language model {hidden}: "
+                "does the encoder service run another model?"
+            )
 
-        return asyncio.run_coroutine_threadsafe(fetched(), self.client.loop)
-
-    def fits(self, request: Any, index: int, rows: Future[torch.Tensor]) -> bool:
+    def fits(self, request: Any, index: int, rows: Future[FetchedRows]) -> bool:
         """Whether there are as many rows as the prompt has room for; if not, the request fails."""
         try:
-            found, room = len(rows.result()), request.get_num_encoder_embeds(index)
+            found, room = rows.result().shape[0], request.get_num_encoder_embeds(index)
             if found == room:
                 return True
             problem = f"{found} rows, the prompt has room for {room}"
         except Exception as error:  # no error may end vLLM's scheduler
             problem = str(error)
+        self.fail(request, index, problem)
+        return False
+
+    def fail(self, request: Any, index: int, problem: str) -> None:
         name = request.mm_features[index].identifier
         log.error("request %s fails: embedding %s: %s", request.request_id, name, problem)
         self.failed.add(request.request_id)
         self.stats.count("failed")
-        return False
 
     def take_unavailable_requests(self) -> set[str]:
         """Ids of failed requests, each returned once."""
@@ -197,27 +228,53 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         identifier = request.mm_features[index].identifier
         if self.has_cache_item(identifier):
             fetch = self.fetches[identifier]
-            self.needed.rows[identifier] = rows = fetch.rows.result()
-            self.stats.loaded(rows.nbytes, fetch.time.seconds)
+            fetched = fetch.rows.result()
+            self.needed.rows[identifier] = fetched.rows
+            if fetched.lost:  # since ensure_cache_available; the step can no longer be stopped
+                self.needed.rows[identifier] = torch.zeros(fetched.shape, dtype=torch.bfloat16)
+                self.spoiled.add(identifier)
+                self.fail(request, index, LOST)
+            self.stats.loaded(fetched.size_bytes, fetch.time.seconds, fetched.path)
+            fetch.sent.add(request.request_id)
+            self.loading.setdefault(request.request_id, (request, request.num_output_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
+        for request, tokens in list(self.loading.values()):
+            if request.num_output_tokens > tokens:  # so every worker has computed its whole prompt
+                self.loaded(request)
         built, self.needed = self.needed, RowsToLoad()
+        built.memories = the(self.source).memories()
         return built
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        for feature in request.mm_features:
-            self.drop(feature.identifier, request.request_id)
+        self.loaded(request)
         return False, None
 
-    def drop(self, name: str, request_id: str) -> None:
+    def loaded(self, request: Any) -> None:
+        """Forgets the embeddings of a request whose steps are through with them."""
+        _, tokens = self.loading.pop(request.request_id, (request, -1))
+        aborted = request.num_output_tokens == tokens
+        for feature in request.mm_features:
+            self.drop(feature.identifier, request.request_id, in_use=aborted)
+
+    def drop(self, name: str, request_id: str, *, in_use: bool = False) -> None:
         """Forgets an embedding with the last request that needs it."""
         fetch = self.fetches.get(name)
         if fetch is None:
             return
+        fetch.in_use |= in_use
         fetch.requests.discard(request_id)
         if not fetch.requests:
-            fetch.rows.cancel()
             del self.fetches[name]
+            source = the(self.source)
+            release = source.release_later if fetch.in_use else source.release
+
+            def done(rows: Future[FetchedRows]) -> None:
+                if not rows.cancelled() and not rows.exception():
+                    release(rows.result())
+
+            if not fetch.rows.cancel():
+                fetch.rows.add_done_callback(done)
 
     def get_ec_connector_stats(self) -> LoadStats | None:
         return self.stats.taken()
@@ -238,9 +295,13 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Puts [tokens, width] on this worker's device under each id."""
         metadata = self._get_connector_metadata()
         assert isinstance(metadata, RowsToLoad)
+        if self.loader is None:
+            model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
+            self.loader = RowLoader(parallel.rank, torch.device(device()), model.dtype)
+        self.loader.follow(metadata.memories)
         for name, rows in metadata.rows.items():
             if name not in encoder_cache:
-                encoder_cache[name] = rows.to(device())
+                encoder_cache[name] = self.loader.load(rows)
 
     def save_caches(
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
@@ -248,9 +309,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Does nothing: the service stores no embeddings but its own."""
 
 
-def is_reference(feature: Any) -> bool:
-    """Whether an item brings neither rows nor pixels: without its rows, vLLM would end."""
-    return feature.data is not None and feature.data.keys() <= METADATA
+def the(source: RowSource | None) -> RowSource:
+    assert source is not None, "this is the worker's half"
+    return source
 
 
 def device() -> str:

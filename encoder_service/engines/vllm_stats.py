@@ -21,6 +21,10 @@ COUNTERS = {
     "failed": "Embeddings that could not be fetched: their requests failed.",
     "left": "Items that vLLM's own tower encoded.",
     "bytes": "Bytes of loaded embeddings.",
+    "ipc": "Embeddings that vLLM's workers copied from an encoder's memory.",
+    "unix": "Embeddings received over a unix socket.",
+    "tcp": "Embeddings received from an encoder over TCP.",
+    "http": "Embeddings fetched through the service's front door.",
 }
 MOST_SECONDS = 10_000  # kept for a vLLM that does not ask
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -32,8 +36,11 @@ class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked wi
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "seconds": []}
 
-    def loaded(self, size_bytes: int, seconds: float) -> None:
+    def loaded(self, size_bytes: int, seconds: float, path: str = "") -> None:
+        """`path`: ipc, unix, tcp or http; empty: encoded in this process."""
         self.data["loaded"] += 1
+        if path:
+            self.data[path] += 1
         self.data["bytes"] += size_bytes
         if len(self.data["seconds"]) < MOST_SECONDS:
             self.data["seconds"].append(seconds)

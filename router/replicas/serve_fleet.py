@@ -17,6 +17,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import NotFound, Unavailable
+from actors.rows.protocol import RowsPlace
 from actors.rpc.codec import EncodeCall, Fields, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
@@ -175,15 +176,28 @@ class ServeFleet:
         if not reply.released:
             raise unknown(reference)
 
-    @asynccontextmanager
-    async def _keeper(self, reference: str) -> AsyncIterator[tuple[str, str]]:
-        """The replica and the name that an id stands for, around a call to that replica."""
+    def rows_place(self, reference: str) -> RowsPlace:
+        """Where the replica that keeps an id serves rows. Raises NotFound, or Unavailable."""
+        replica, _ = self._kept_by(reference)
+        endpoint = self.reports()[replica].endpoint
+        if endpoint is None or not endpoint.rows_unix:
+            raise unknown(reference)
+        return endpoint.rows
+
+    def _kept_by(self, reference: str) -> tuple[str, str]:
+        """The replica and the name that an id stands for. Raises NotFound, or Unavailable."""
         replicas = self.reports()
         if not replicas:
             raise Unavailable("no encoder replica is known here yet: try again")
         replica, _, name = reference.partition(".")
         if replica not in replicas:
             raise unknown(reference)
+        return replica, name
+
+    @asynccontextmanager
+    async def _keeper(self, reference: str) -> AsyncIterator[tuple[str, str]]:
+        """The replica and the name that an id stands for, around a call to that replica."""
+        replica, name = self._kept_by(reference)
         try:
             if replica in self._keepers.silent:
                 raise ShardLost("it does not answer")

@@ -6,6 +6,7 @@ VLLM_PYTHON is the Python of an environment that has vLLM, and msgpack.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
@@ -19,11 +20,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_service import Client, Embedding
+from encoder_service.bench.answers import CONNECTOR
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
 from encoder_service.config import ServiceOptions
 from tests.engines import checkpoint
 from tests.engines.servers import running, vllm
 from tests.images import jpeg
+from tests.processes import actors, process
 from tests.videos import video
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -37,6 +40,8 @@ NONE = {"image": 0, "video": 0}
 TOWER = {"image": 3, "video": 1}
 LIMITS = {"qwen3_vl": TOWER}
 """vLLM 0.32 and 0.33 drop Qwen3-VL's deepstack features together with its tower."""
+DEVICE_BYTES = 100_000
+"""Of the encoder's memory that vLLM's worker opens: for one image, but not for a resized one."""
 Part = dict[str, Any]
 FILES = {
     "one image": [jpeg(160, 256)],
@@ -59,8 +64,12 @@ class Engines:
     language: str
     """Of a vLLM that gets embeddings, in requests and through the EC connector."""
     local: str
-    """Of a vLLM with our engine in its process, whose log is `local_log`."""
-    local_log: Path
+    """Of a vLLM with our engine in its process, whose log is `folder`/local.log."""
+    folder: Path
+
+    @property
+    def local_log(self) -> str:
+        return (self.folder / "local.log").read_text()
 
 
 @pytest.fixture(scope="module", params=sorted(checkpoint.PROCESSORS))
@@ -76,17 +85,13 @@ def engines(
             "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
+            "references": {"device_bytes": DEVICE_BYTES},
         }
     )
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
         stack.enter_context(service(options, where))
-        connector = {
-            "ec_connector": "EncoderServiceConnector",
-            "ec_role": "ec_consumer",
-            "ec_connector_module_path": "encoder_service.engines.vllm_connector",
-            "ec_connector_extra_config": {"url": where.http},
-        }
+        connector = CONNECTOR | {"ec_connector_extra_config": {"url": where.http}}
         whole = vllm(PYTHON, folder, "whole", limit_mm_per_prompt=TOWER)
         language = vllm(
             PYTHON,
@@ -110,7 +115,7 @@ def engines(
             stack.enter_context(whole),
             stack.enter_context(language),
             stack.enter_context(local),
-            folder / "local.log",
+            folder,
         )
 
 
@@ -179,7 +184,7 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
 ) -> None:
     images = [shown(file) for file in FILES[files]]
     assert_same(answer(engines.local, images), answer(engines.whole, images))
-    log = engines.local_log.read_text()
+    log = engines.local_log
     assert "the engine encoded its first item" in log
     assert "vLLM encodes an item itself" not in log
 
@@ -187,7 +192,7 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
 def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engines) -> None:
     image = [shown(jpeg(672, 640))]
     assert_same(answer(engines.local, image), answer(engines.whole, image))
-    assert "vLLM encodes an item itself" in engines.local_log.read_text()
+    assert "vLLM encodes an item itself" in engines.local_log
     assert metrics(engines.local)["left_total"] == 1
 
 
@@ -206,6 +211,40 @@ def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
     after = metrics(engines.local)
     assert after["loaded_total"] == before["loaded_total"] + 1
     assert after["left_total"] == before["left_total"]
+
+
+def test_rows_are_copied_from_the_encoders_memory_or_received(engines: Engines) -> None:
+    for files, path in (("one image", "ipc"), ("a resized image", "unix")):
+        expected = answer(engines.whole, [shown(file) for file in FILES[files]])
+        before = metrics(engines.language)
+        for _ in range(2):  # the first may be received, before the worker has opened the memory
+            kept = engines.client.encode(FILES[files], dtype="float32", reference=True)
+            assert_same(answer(engines.language, parts(kept)), expected)
+        after = metrics(engines.language)
+        assert after[f"{path}_total"] > before.get(f"{path}_total", 0)
+        assert after["http_total"] == 0
+
+
+def test_every_worker_of_tensor_parallelism_gets_the_rows(
+    engines: Engines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if engines.family != "qwen2_vl" or len(cores) < 2:
+        pytest.skip("for one family, on two cores")
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[1]}")
+    options = {
+        "limit_mm_per_prompt": NONE,
+        "ec_transfer_config": CONNECTOR | {"ec_connector_extra_config": {"url": engines.encoder}},
+        "tensor_parallel_size": 2,
+    }
+    expected = {name: answer(engines.whole, [shown(one) for one in FILES[name]]) for name in FILES}
+    with vllm(PYTHON, engines.folder, "parallel", **options) as url:
+        for name in ("one image", "a resized image", "two images", "one image", "a resized image"):
+            kept = engines.client.encode(FILES[name], dtype="float32", reference=True)
+            assert_same(answer(url, parts(kept)), expected[name])
+        found = metrics(url)
+    assert found["ipc_total"] >= 1
+    assert found["unix_total"] >= 1
 
 
 def metrics(url: str) -> dict[str, float]:
@@ -272,3 +311,18 @@ def test_a_name_with_a_dot_is_no_reference_where_rows_are_there(engines: Engines
     assert answer(engines.language, [part | {"uuid": "photo.jpg"}]) == answer(
         engines.language, [part]
     )
+
+
+def test_a_replica_that_is_killed_fails_the_requests_that_need_it(engines: Engines) -> None:
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    for _ in range(2):
+        assert ask(engines.language, parts([kept])).is_success
+    replica = kept.reference.partition(".")[0]
+    (name,) = (actor for actor in actors() if actor.endswith(replica))
+    os.kill(process(name), signal.SIGKILL)
+    assert ask(engines.language, parts([kept])).status_code == 500
+    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    assert kept.reference.partition(".")[0] != replica
+    expected = answer(engines.whole, [shown(file) for file in FILES["one image"]])
+    for _ in range(2):
+        assert_same(answer(engines.language, parts([kept])), expected)

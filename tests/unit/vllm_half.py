@@ -80,16 +80,25 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(
-    url: str | None, producer: bool = False, hidden: int = HIDDEN, cache: str = "lru"
+    url: str | None,
+    producer: bool = False,
+    hidden: int = HIDDEN,
+    cache: str = "lru",
+    workers: int = 1,
+    rank: int = 0,
+    ahead_bytes: int = 2**20,
 ) -> Any:
-    extra = {} if url is None else {"url": url}
+    extra: dict[str, Any] = {"ahead_bytes": ahead_bytes} | ({} if url is None else {"url": url})
     transfer = SimpleNamespace(is_ec_producer=producer, get_from_extra_config=extra.get)
+    parallel = SimpleNamespace(world_size=workers, pipeline_parallel_size=1, rank=rank)
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         get_inputs_embeds_size=lambda: hidden,
         multimodal_config=SimpleNamespace(mm_processor_cache_type=cache, mm_processor_kwargs=None),
     )
-    return SimpleNamespace(ec_transfer_config=transfer, model_config=model)
+    return SimpleNamespace(
+        ec_transfer_config=transfer, model_config=model, parallel_config=parallel
+    )
 
 
 @dataclass
@@ -102,6 +111,7 @@ class Request:
     keys: tuple[str, ...] = ("image_grid_thw",)
     adapter: str = ""
     """Of LoRA, with a colon."""
+    num_output_tokens: int = 0
 
     @property
     def mm_features(self) -> list[Any]:

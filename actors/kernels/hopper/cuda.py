@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from actors.kernels import checked
+
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 
@@ -133,14 +135,6 @@ def compiled(source: str) -> bytes:
         return cubin
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-
-
-def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of `cuda.bindings` returned besides its status. RuntimeError on failure."""
-    code, *values = result
-    if code.value:
-        raise RuntimeError(f"CUDA: {code!r}")
-    return tuple(values)
 
 
 def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> bytes:

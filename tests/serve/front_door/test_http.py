@@ -8,6 +8,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import ray
 
+from actors.rows.protocol import RowsPlace
+from actors.rows.reader import RowsReader, RowsRefused
 from encoder_service import cli
 from encoder_service.wire.formats import NPZ, SAFETENSORS
 from tests.images import encoded, jpeg, opened
@@ -345,7 +348,33 @@ def test_a_reference_is_fetched_until_it_is_released(client: httpx.Client, accep
     assert error(client.delete(path), 404)["type"] == "not_found"
 
 
+@pytest.mark.parametrize("socket", ["unix", "tcp"])
+def test_rows_of_an_id_are_read_from_its_replica(client: httpx.Client, socket: str) -> None:
+    document = {"items": [{"data": b64(jpeg(96, 64))}], "options": {"reference": True}}
+    (kept,) = items(client.post("/v1/encode", json=document))
+    path = f"/v1/embeddings/{kept['reference']}"
+    (found,) = items(client.get(path, headers={"accept": "application/msgpack"}))
+    place = RowsPlace(**client.get(f"{path}/place").json())
+    reader = RowsReader.connect(place if socket == "unix" else replace(place, unix="/nowhere"))
+    assert reader
+    assert reader.path == socket
+    name = kept["reference"].partition(".")[2]
+    held = reader.hold(name)
+    assert (held.shape, held.deepstack) == (tuple(kept["shape"]), kept["deepstack"])
+    rows = bytearray(len(found["data"]))
+    reader.read(name, memoryview(rows))
+    assert rows == found["data"]
+    with pytest.raises(RowsRefused, match="no embedding is kept"):
+        reader.hold("x" * 32)
+    assert client.delete(path).status_code == 204
+    assert error(client.get(path), 404)
+    reader.read(name, memoryview(rows))
+    reader.close()
+    assert error(client.get("/v1/embeddings/nobody.x/place"), 404)["type"] == "not_found"
+
+
 def test_references_ask_for_the_token(client: httpx.Client) -> None:
     path = "/v1/embeddings/a.b"
+    assert error(client.get(f"{path}/place", headers={"authorization": ""}), 401)
     assert error(client.get(path, headers={"authorization": ""}), 401)
     assert error(client.delete(path, headers={"authorization": ""}), 401)

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from actors.errors import StartError
+from actors.types import Answer, Dtype, Media
 from encoder_service import cli
+from encoder_service.api.http import build
 from encoder_service.bench import answers
 from encoder_service.bench.answers import AnswersPlan, Kind, OpenAiServer, Streamed
+from tests.images import jpeg
+from tests.unit.front_door import Fleet, service, zeros
 from tests.unit.proxied import listening
 
 FIRST_SECONDS, BETWEEN_SECONDS = 0.05, 0.01
@@ -94,7 +99,7 @@ def plan(**changes: Any) -> AnswersPlan:
 
 
 async def measured(server: Server, what: AnswersPlan, console: Console) -> list[Any]:
-    async with listening(server.app) as url, answers.connected("one", url) as one:
+    async with listening(server.app) as url, answers.connected("one", [url]) as one:
         return await answers.measure(one, what, console)
 
 
@@ -121,12 +126,62 @@ def test_arrivals_do_not_wait_for_answers() -> None:
     server = Server()
 
     async def run() -> list[Streamed]:
-        async with listening(server.app) as url, answers.connected("one", url) as one:
+        async with listening(server.app) as url, answers.connected("one", [url]) as one:
             return await answers.arrivals(one, [[]] * 40, 400.0, 4)
 
     found = asyncio.run(run())
     assert len(found) == 40
     assert server.most > 5
+
+
+def test_several_urls_share_the_load_of_one_server() -> None:
+    servers = [Server(), Server()]
+
+    async def run() -> list[Streamed]:
+        async with (
+            listening(servers[0].app) as one,
+            listening(servers[1].app) as other,
+            answers.connected("both", [one, other]) as both,
+        ):
+            return await answers.arrivals(both, [[]] * 40, 400.0, 4)
+
+    assert not any(one.error for one in asyncio.run(run()))
+    assert sum(len(server.bodies) for server in servers) == 40
+    assert all(15 < len(server.bodies) < 25 for server in servers)
+
+
+def test_images_are_sent_by_id_once_they_are_encoded() -> None:
+    server, fleet = Server(), Slow()
+
+    async def run() -> Streamed:
+        async with (
+            listening(server.app) as url,
+            listening(build(service(fleet))) as encoder,
+            answers.connected("by id", [url], encoder) as one,
+        ):
+            assert not (await one.ask([], 0, 1)).error
+            return await one.ask([jpeg(64, 64), jpeg(96, 64)], 1, 4)
+
+    found = asyncio.run(run())
+    assert not found.error
+    assert found.first > ENCODE_SECONDS + FIRST_SECONDS, "encoding counts"
+    *parts, text = server.bodies[1]["messages"][0]["content"]
+    assert [part["type"] for part in parts] == ["image_embeds"] * 2
+    assert len({part["uuid"] for part in parts}) == 2
+    assert text["type"] == "text"
+
+
+ENCODE_SECONDS = 0.2
+
+
+class Slow(Fleet):
+    """Encodes for a while, and keeps under ids."""
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, **_: Any
+    ) -> list[Answer]:
+        await asyncio.sleep(ENCODE_SECONDS)
+        return [replace(zeros(one), reference=f"replica.{one.digest}") for one in media]
 
 
 def test_some_images_are_repeated(console: Console) -> None:
@@ -154,7 +209,7 @@ def test_a_short_answer_is_no_answer() -> None:
             return Response('data: {"usage": {"completion_tokens": 1}}\n\n')
 
     async def run() -> Streamed:
-        async with listening(Short().app) as url, answers.connected("one", url) as one:
+        async with listening(Short().app) as url, answers.connected("one", [url]) as one:
             return await one.ask([], 0, 4)
 
     assert asyncio.run(run()).error == "1 tokens instead of 4"
@@ -182,10 +237,11 @@ def test_the_command_measures_running_servers(tmp_path: Path) -> None:
         ["--model", "m", "--repeated", "1"],
         ["--mix", "big"],
         ["--local", "chunk_ms"],
+        ["--url", "a=http://b", "--encoder", "c=http://d"],
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
-    wrong = {"--url", "--mix", "--local"} & set(arguments)
+    wrong = {"--mix", "--local"} & set(arguments) or arguments == ["--url", "here"]
     with pytest.raises(SystemExit) if wrong else nullcontext():
         assert cli.main(["bench", "answers", *arguments]) == 1
 
@@ -250,7 +306,7 @@ def test_a_server_that_ends_at_start_is_quoted(module: Path, console: Console) -
 
 def test_a_server_without_a_model_is_refused() -> None:
     async def run() -> OpenAiServer:
-        async with listening(Starlette()) as url, answers.connected("one", url) as one:
+        async with listening(Starlette()) as url, answers.connected("one", [url]) as one:
             return one
 
     with pytest.raises(StartError, match="names no model"):

@@ -1,4 +1,4 @@
-"""The EC connector between the service over real HTTP and a stand-in for vLLM's own half.
+"""The EC connector between the service, with its rows server, and a stand-in for vLLM's own half.
 
 Within vLLM itself: tests/engines.
 """
@@ -6,27 +6,38 @@ Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import asyncio
+import io
+import pickle
 import sys
+import threading
 import time
+from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from actors.rows.memory import RowMemory
+from actors.rows.protocol import RowsPlace
+from actors.rows.server import RowsServer
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
-from encoder_service.api.http import build
+from encoder_service.api.http import add_place, build
 from encoder_service.client import Client, Embedding
-from encoder_service.engines import vllm_stats
+from encoder_service.engines import vllm_rows, vllm_stats
+from encoder_service.engines.vllm_rows import RowsAt
 from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 from tests.unit.front_door import service
 from tests.unit.proxied import Distinct, in_a_thread
+from tests.unit.rows.kept import Dictionary, serving
 from tests.unit.vllm_half import HIDDEN, ECConnectorRole, Request, answering, config, stand_in
 
 
@@ -41,10 +52,11 @@ def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 
 class Keeping(Distinct):
-    """Keeps what it is asked to, under names with a dot."""
+    """Keeps what it is asked to, as a replica does."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: RowMemory | None = None) -> None:
         super().__init__()
+        self.store = Dictionary(memory, deepstack=2)
         self.kept: dict[str, Kept] = {}
 
     async def encode(
@@ -53,7 +65,9 @@ class Keeping(Distinct):
         answers = await super().encode(media, dtype, timeout_seconds)
         for position, (one, answer) in enumerate(zip(media, answers, strict=True)):
             if options["reference"] and isinstance(answer, Encoded):
-                name = f"replica.{one.digest[:8]}"
+                assert isinstance(answer.data, np.ndarray)
+                rows = torch.from_numpy(answer.data.copy()).view(torch.bfloat16)
+                name = f"replica.{self.store.keep(rows.view(answer.shape))}"
                 self.kept[name] = Kept(one, answer)
                 answers[position] = replace(answer, reference=name)
         return answers
@@ -65,13 +79,45 @@ class Keeping(Distinct):
 
     async def release(self, reference: str) -> None:
         del self.kept[reference]
+        del self.store.tensors[reference.partition(".")[2]]
 
 
 @pytest.fixture
 def url() -> Iterator[str]:
-    """The service with its references."""
+    """The service with its references, of which only the front door can be reached."""
     with in_a_thread(build(service(Keeping()))) as address:
         yield address
+
+
+class Encoders:
+    """The service, with a replica whose rows server can be reached."""
+
+    def __init__(self, folder: Path) -> None:
+        self.memory = RowMemory.shared(2**20)
+        self.fleet = Keeping(self.memory)
+        self.store = self.fleet.store
+        self.folder = folder
+        self.stack = ExitStack()
+        self.place = RowsPlace("", "")
+        self.server: RowsServer | None = None
+        self.begin("rows")
+        app = service(self.fleet)
+        built = build(app)
+        add_place(built, app, lambda reference: self.place)
+        self.url = self.stack.enter_context(in_a_thread(built))
+
+    def begin(self, name: str) -> None:
+        """Starts the replica's rows server, again if it has died."""
+        (self.folder / name).mkdir()
+        served = serving(self.store, self.folder / name)
+        self.server, self.place = self.stack.enter_context(served)
+
+
+@pytest.fixture
+def encoders(tmp_path: Path) -> Iterator[Encoders]:
+    made = Encoders(tmp_path)
+    yield made
+    made.stack.close()
 
 
 Halves = Callable[..., tuple[Any, Any]]
@@ -82,10 +128,10 @@ def halves(connector_module: ModuleType, url: str) -> Iterator[Halves]:
     """Makes a connector of the scheduler and one of a worker."""
     made: list[Any] = []
 
-    def make(**options: Any) -> tuple[Any, Any]:
+    def make(address: str = "", **options: Any) -> tuple[Any, Any]:
         connect = connector_module.EncoderServiceConnector
         for role in ECConnectorRole:
-            made.append(connect(config(url, **options), role))
+            made.append(connect(config(address or url, **options), role))
         return made[-2], made[-1]
 
     yield make
@@ -102,6 +148,24 @@ def ended(scheduler: Any, request: Request, computed: int = 0) -> bool:
         assert time.monotonic() < end
         time.sleep(0.001)
     return True
+
+
+def step(
+    scheduler: Any, *workers: Any, cache: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """What the workers have in their encoder caches, which are all the same."""
+    metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(None)))
+    caches = [{} if cache is None else cache for _ in workers]
+    for worker, each in zip(workers, caches, strict=True):
+        worker.bind_connector_metadata(metadata)
+        worker.start_load_caches(each)
+        assert each.keys() == caches[0].keys()
+        assert all(torch.equal(bits(each[name]), bits(caches[0][name])) for name in each)
+    return caches[0]
+
+
+def bits(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8)
 
 
 def keep(url: str, count: int = 1) -> tuple[list[Embedding], list[torch.Tensor]]:
@@ -121,10 +185,9 @@ def test_a_step_gets_its_embeddings_by_id(halves: Halves, url: str) -> None:
     assert [scheduler.has_cache_item(name) for name in (*names, "0123abcd")] == [True, True, False]
     for index in range(2):
         scheduler.update_state_after_alloc(request, index)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(None))
     mine = torch.zeros(1)
     cache = {names[1]: mine}
-    worker.start_load_caches(cache)
+    step(scheduler, worker, cache=cache)
     assert set(cache) == set(names)
     assert torch.equal(cache[names[0]].view(torch.uint8), rows[0].view(torch.uint8))
     assert cache[names[1]] is mine, "what is there already stays"
@@ -166,7 +229,8 @@ def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url
 def test_an_answer_that_never_ends_fails_its_request(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(connector_module, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_rows, "TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(vllm_rows, "PLACE_SECONDS", 0.1)
 
     async def trickle(writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
@@ -183,8 +247,9 @@ def test_an_answer_that_never_ends_fails_its_request(
 def test_a_long_queue_is_fetched_a_few_at_a_time(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connector_module, "FETCHES_AT_ONCE", 2)
+    monkeypatch.setattr(vllm_rows, "FETCHES_AT_ONCE", 2)
     here, most, two = 0, 0, asyncio.Barrier(2)
+    monkeypatch.setattr(vllm_rows.RowSource, "_connect", lambda self, name: None)
 
     async def refuse(writer: asyncio.StreamWriter) -> None:
         nonlocal here, most
@@ -229,6 +294,20 @@ def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> 
     assert not scheduler.fetches
 
 
+def test_what_comes_with_a_grid_alone_is_asked_for(connector_module: ModuleType) -> None:
+    """All of content_part's keys for references, and none of those that are rows or pixels."""
+    is_reference = connector_module.EncoderServiceConnector.is_reference
+    for keys in (
+        ["image_grid_thw"],
+        ["video_grid_thw"],
+        ["video_grid_thw", "timestamps"],
+        ["video_grid_thw", "second_per_grid_ts"],
+    ):
+        assert is_reference(SimpleNamespace(data=dict.fromkeys(keys)))
+        assert not is_reference(SimpleNamespace(data=dict.fromkeys([*keys, "video_embeds"])))
+    assert not is_reference(SimpleNamespace(data=None))
+
+
 def test_an_id_that_vllm_replaced_fails_its_request_alone(
     halves: Halves, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -247,9 +326,7 @@ def test_an_adapter_of_the_tower_does_not_hide_the_id(halves: Halves, url: str) 
     request = Request("r", [kept.reference], kept.tokens, adapter="lora.1:")
     assert ended(scheduler, request)
     scheduler.update_state_after_alloc(request, 0)
-    worker.bind_connector_metadata(scheduler.build_connector_meta(None))
-    cache: dict[str, torch.Tensor] = {}
-    worker.start_load_caches(cache)
+    cache = step(scheduler, worker)
     found = cache[f"lora.1:{kept.reference}"]
     assert torch.equal(found.view(torch.uint8), rows.view(torch.uint8))
 
@@ -260,6 +337,32 @@ def test_a_vllm_that_cannot_fail_one_request_is_refused(
     monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ValueError, match="waits for ever"):
         connector_module.EncoderServiceConnector(config("http://a"), ECConnectorRole.SCHEDULER)
+
+
+def test_for_measurements_an_older_vllm_takes_ids_with_rows_of_width_1(
+    halves: Halves, connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, url: str
+) -> None:
+    monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
+    from tests.engines import bench_026, connector_026
+
+    monkeypatch.setattr(
+        connector_module, "EncoderServiceConnector", connector_026.EncoderServiceConnector
+    )
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+    sent = bench_026.with_rows(kept)
+    assert sent["uuid"] == kept.reference
+    given = torch.load(io.BytesIO(b64decode(sent["image_embeds"]["image_embeds"])))
+    assert given.shape == (kept.tokens, 1)
+    for keys, expected in (
+        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=given)}, True),
+        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=rows)}, False),
+        ({"image_grid_thw": None, "pixel_values": None}, False),
+        ({"image_grid_thw": None}, True),
+    ):
+        assert scheduler.is_reference(SimpleNamespace(data=keys)) == expected
+    del sys.modules["tests.engines.connector_026"]
 
 
 def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
@@ -285,3 +388,297 @@ def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
 def test_what_it_cannot_be(connector_module: ModuleType, arguments: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         connector_module.EncoderServiceConnector(config(*arguments), ECConnectorRole.SCHEDULER)
+
+
+# Places: where rows are read past the front door
+
+
+def answered(scheduler: Any, *workers: Any, kept: Embedding, name: str = "r") -> torch.Tensor:
+    """The rows of one request, from when vLLM sees it until its first token."""
+    request = Request(name, [kept.reference], kept.tokens)
+    assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(request, 0)
+    rows = step(scheduler, *workers)[kept.reference]
+    request.num_output_tokens = 1
+    step(scheduler, *workers)
+    scheduler.request_finished(request)
+    return rows
+
+
+def until(true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_rows_come_from_the_nearest_memory_that_all_workers_have_opened(
+    halves: Halves, encoders: Encoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "vllm.encoder_service")
+    scheduler, worker = halves(encoders.url)
+    (kept,), (rows,) = keep(encoders.url)
+    for paths in (
+        {"unix": 1, "ipc": 0},  # the worker has opened nothing yet
+        {"unix": 1, "ipc": 1},
+        {"unix": 1, "ipc": 2},
+    ):
+        assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+        assert {path: scheduler.stats.data[path] for path in paths} == paths
+        until(lambda: encoders.store.held == 0)
+    assert "embeddings of replica replica come by unix" in caplog.text
+    assert caplog.text.count("embeddings of replica replica come by ipc") == 1
+    assert scheduler.stats.data["bytes"] == 3 * rows.nbytes
+    assert scheduler.source.received.taken_bytes == 0
+
+
+def test_bytes_are_received_into_memory_that_the_workers_share(
+    halves: Halves, encoders: Encoders
+) -> None:
+    encoders.store.memory = None
+    encoders.place = replace(encoders.place, unix="/nowhere")
+    scheduler, *workers = (*halves(encoders.url, workers=2), halves(encoders.url, rank=1)[1])
+    (kept,), (rows,) = keep(encoders.url)
+    request = Request("r", [kept.reference], kept.tokens)
+    assert torch.equal(bits(answered(scheduler, *workers, kept=kept)), bits(rows))
+    assert ended(scheduler, request)
+    assert encoders.store.held == 0, "the bytes are here"
+    assert scheduler.source.received.taken_bytes > 0
+    scheduler.update_state_after_alloc(request, 0)
+    assert isinstance(scheduler.needed.rows[kept.reference], RowsAt)
+    assert torch.equal(bits(step(scheduler, *workers)[kept.reference]), bits(rows))
+    assert scheduler.source.received.taken_bytes > 0, "no token yet"
+    request.num_output_tokens = 1
+    step(scheduler, *workers)
+    assert scheduler.source.received.taken_bytes == 0
+    assert scheduler.stats.data["tcp"] == 2
+
+
+def test_one_worker_that_opens_no_memory_gets_rows_like_the_others(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, one = halves(encoders.url, workers=2)
+    _, other = halves(encoders.url, rank=1)
+    (kept,), (rows,) = keep(encoders.url)
+    can_open, opened = vllm_rows.RowLoader._open, []
+
+    def refuse(self: Any, handle: Any) -> Any:
+        opened.append(self.worker)
+        own = handle != encoders.memory.handle
+        return can_open(self, handle) if own or self.worker == 0 else None
+
+    monkeypatch.setattr(vllm_rows.RowLoader, "_open", refuse)
+    for _ in range(3):
+        assert torch.equal(bits(answered(scheduler, one, other, kept=kept)), bits(rows))
+    assert (scheduler.stats.data["ipc"], scheduler.stats.data["unix"]) == (0, 3)
+    assert opened == [0, 0, 1, 1]
+
+
+def test_rows_that_a_step_may_still_copy_stay_for_a_while(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "ABORTED_SECONDS", 0.3)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    answered(scheduler, worker, kept=kept)
+    answered(scheduler, worker, kept=kept)
+    until(lambda: encoders.store.held == 0)
+    request = Request("aborted", [kept.reference], kept.tokens)
+    assert ended(scheduler, request)
+    assert encoders.store.held == 1
+    scheduler.update_state_after_alloc(request, 0)
+    scheduler.request_finished(request)
+    time.sleep(0.1)
+    assert encoders.store.held == 1
+    until(lambda: encoders.store.held == 0)
+    waiting = Request("never scheduled", [kept.reference], kept.tokens)
+    assert ended(scheduler, waiting)
+    scheduler.request_finished(waiting)
+    until(lambda: encoders.store.held == 0)
+
+
+def test_rows_of_a_step_that_is_scheduled_stay_until_it_has_run(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "ABORTED_SECONDS", 0.3)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    until(lambda: encoders.store.held == 0)
+    running, waiting = (Request(name, [kept.reference], kept.tokens) for name in "ab")
+    assert ended(scheduler, running)
+    assert ended(scheduler, waiting)
+    scheduler.update_state_after_alloc(running, 0)
+    assert scheduler.ensure_cache_available(running, kept.tokens), "vLLM counts ahead of its steps"
+    scheduler.request_finished(running)
+    scheduler.request_finished(waiting)
+    time.sleep(0.1)
+    assert encoders.store.held == 1, "the aborted one's step may copy it"
+    until(lambda: encoders.store.held == 0)
+
+
+def test_rows_wait_for_room_in_the_shared_memory(halves: Halves, encoders: Encoders) -> None:
+    encoders.store.memory = None
+    (kept, _), (rows, _) = keep(encoders.url, 2)
+    scheduler, worker = halves(encoders.url, ahead_bytes=rows.nbytes + 255)
+    answered(scheduler, worker, kept=kept)
+    first, second = (Request(name, [kept.reference], kept.tokens) for name in "ab")
+    second.adapter = "lora:"  # so that it is another item
+    assert ended(scheduler, first)
+    assert not scheduler.ensure_cache_available(second, 0)
+    time.sleep(0.1)
+    assert not scheduler.ensure_cache_available(second, 0)
+    scheduler.request_finished(first)
+    assert ended(scheduler, second)
+    scheduler.update_state_after_alloc(second, 0)
+    assert isinstance(scheduler.needed.rows[f"lora:{kept.reference}"], RowsAt)
+
+
+def test_rows_for_which_nobody_makes_room_go_with_the_step(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "ROOM_SECONDS", 0.1)
+    encoders.store.memory = None
+    kept, rows = keep(encoders.url, 2)
+    scheduler, worker = halves(encoders.url, ahead_bytes=rows[0].nbytes + 255)
+    answered(scheduler, worker, kept=kept[0])
+    request = Request("r", [one.reference for one in kept], kept[0].tokens)
+    assert ended(scheduler, request)
+    for index in range(2):
+        scheduler.update_state_after_alloc(request, index)
+    kinds = sorted(type(one).__name__ for one in scheduler.needed.rows.values())
+    assert kinds == ["RowsAt", "Tensor"]
+    found = step(scheduler, worker)
+    for one, expected in zip(kept, rows, strict=True):
+        assert torch.equal(bits(found[one.reference]), bits(expected))
+
+
+def test_rows_that_do_not_fit_are_freed(halves: Halves, encoders: Encoders) -> None:
+    (kept,), _ = keep(encoders.url)
+    for tokens, hidden in ((kept.tokens + 1, HIDDEN), (kept.tokens, HIDDEN // 2)):
+        scheduler, _ = halves(encoders.url, hidden=hidden)
+        request = Request("r", [kept.reference], tokens)
+        assert not ended(scheduler, request)
+        assert scheduler.take_unavailable_requests() == {"r"}
+        scheduler.request_finished(request)
+        until(lambda: encoders.store.held == 0)
+    assert not ended(scheduler, Request("s", ["replica." + "x" * 32], 4))
+    assert not ended(scheduler, Request("s", ["replica.short"], 4))
+
+
+def test_a_replica_that_dies_fails_the_requests_that_need_it(
+    halves: Halves, encoders: Encoders, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    answered(scheduler, worker, kept=kept)
+    held, running = (Request(name, [kept.reference], kept.tokens) for name in ("held", "running"))
+    assert ended(scheduler, held)
+    assert ended(scheduler, running)
+    assert scheduler.fetches[kept.reference].rows.result().path == "ipc"
+    scheduler.update_state_after_alloc(running, 0)
+    assert encoders.server
+    encoders.server.stop()
+    assert scheduler.ensure_cache_available(running, 0), "a step has its rows"
+    encoders.fleet.kept.clear()
+    assert not ended(scheduler, held)
+    assert scheduler.take_unavailable_requests() == {"held"}
+    assert "no embedding is kept under" in caplog.text
+    for request in (held, running):
+        scheduler.request_finished(request)
+    assert not scheduler.fetches
+
+
+def test_a_replica_that_cannot_be_reached_any_more_is_read_through_the_front_door(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, worker = halves(encoders.url)
+    (kept,), (rows,) = keep(encoders.url)
+    answered(scheduler, worker, kept=kept)
+    assert encoders.server
+    encoders.server.stop()
+    for _ in range(2):
+        assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+    encoders.begin("again")
+    answered(scheduler, worker, kept=kept)
+    assert scheduler.stats.data["http"] == 3, "it is not tried with every request"
+    monkeypatch.setitem(scheduler.source.avoided, "replica", 0.0)
+    answered(scheduler, worker, kept=kept)
+    assert scheduler.stats.data["http"] == 3
+
+
+def test_rows_that_are_lost_once_a_step_needs_them_fail_their_request(
+    halves: Halves, encoders: Encoders
+) -> None:
+    scheduler, worker = halves(encoders.url)
+    (kept,), (rows,) = keep(encoders.url)
+    answered(scheduler, worker, kept=kept)
+    request = Request("r", [kept.reference], kept.tokens)
+    assert ended(scheduler, request)
+    scheduler.source.readers["replica"].close()
+    assert scheduler.has_cache_item(kept.reference), "vLLM has decided"
+    scheduler.update_state_after_alloc(request, 0)
+    found = step(scheduler, worker)[kept.reference]
+    assert found.shape == rows.shape
+    assert not found.any()
+    assert scheduler.take_unavailable_requests() == {"r"}
+    scheduler.request_finished(request)
+    assert not ended(scheduler, Request("s", [kept.reference], kept.tokens)), (
+        "caches may hold zeros"
+    )
+
+
+def test_memory_of_a_replica_that_is_gone_is_closed(halves: Halves, encoders: Encoders) -> None:
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    assert set(worker.loader.opened) == {0, 1}
+    scheduler.source._forget("replica", scheduler.source.readers["replica"])
+    step(scheduler, worker)
+    assert set(worker.loader.opened) == {0}
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    assert set(worker.loader.opened) == {0, 2}
+
+
+def test_a_step_does_not_wait_for_a_replica_that_does_not_answer(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connecting, go_on = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> None:
+        connecting.set()
+        go_on.wait(20)
+
+    monkeypatch.setattr(vllm_rows.RowSource, "_connect", hang)
+    monkeypatch.setattr(vllm_rows, "MOST_AVOIDED", 2)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    request = Request("r", [kept.reference], kept.tokens)
+    assert not scheduler.ensure_cache_available(request, 0)
+    assert connecting.wait(20)
+    began = time.monotonic()
+    step(scheduler, worker)
+    assert not scheduler.ensure_cache_available(request, 0)
+    assert time.monotonic() - began < 1
+    go_on.set()
+    assert ended(scheduler, request)
+    for number in range(5):
+        assert not ended(scheduler, Request("s", [f"nobody{number}.x"], 4))
+        scheduler.take_unavailable_requests()
+    assert len(scheduler.source.avoided) <= 2
+
+
+def test_replicas_are_pinged(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "PING_SECONDS", 0.05)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    answered(scheduler, worker, kept=kept)
+    assert set(scheduler.source.readers) == {"replica"}
+    assert encoders.server
+    encoders.server.stop()
+    until(lambda: not scheduler.source.readers)

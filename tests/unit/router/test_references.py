@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.errors import TooLarge
+from actors.errors import Overloaded, TooLarge
 from actors.options import ReferenceOptions
-from actors.store.kept import OVERHEAD_BYTES, Kept, References
+from actors.store.kept import OVERHEAD_BYTES, Hold, Kept, References
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Embedding, SharedBytes, Timings
 from tests.unit.fleet import item
@@ -149,3 +151,78 @@ def test_each_of_two_ids_lets_go_of_its_own() -> None:
     assert store.release(first)
     assert store.get(second, 1)
     assert store.get(first, 1) is None
+
+
+def test_what_is_held_neither_expires_nor_makes_room() -> None:
+    store, metrics = references(2 * ENTRY_BYTES)
+    held, other = store.keep(kept(1), 0), store.keep(kept(2), 0)
+    for _ in range(2):
+        hold = store.hold(held, 59)
+        assert hold
+        assert hold.kept is store.get(held, 59)
+    assert store.get(held, 1000)
+    assert store.get(other, 1000) is None
+    for number in range(3, 6):
+        store.keep(kept(number), 1000 + number)
+    assert store.get(held, 1010)
+    assert sample(metrics, "s_held") == 1
+    store.free(held, 1010)
+    store.expire(2000)
+    assert store.get(held, 2000)
+    store.free(held, 2000)
+    assert store.get(held, 2059)
+    assert store.get(held, 2060) is None
+    assert store.hold(held, 2060) is None
+    assert (store.bytes, sample(metrics, "s_held")) == (0, 0)
+
+
+def test_where_everything_is_held_nothing_more_is_kept() -> None:
+    store, _ = references(2 * ENTRY_BYTES)
+    names = [store.keep(kept(number), 0) for number in range(2)]
+    for name in names:
+        store.hold(name, 0)
+    with pytest.raises(Overloaded, match=r"references\.max_bytes"):
+        store.keep(kept(3), 0)
+    store.free(names[1], 0)
+    store.keep(kept(3), 0)
+    assert [store.get(name, 0) is not None for name in names] == [True, False]
+
+
+def test_what_is_released_while_it_is_held_is_there_for_its_holder_alone() -> None:
+    store, _ = references()
+    name = store.keep(kept(1), 0)
+    store.hold(name, 0)
+    store.hold(name, 0)
+    assert [store.release(name), store.release(name)] == [True, False]
+    assert store.get(name, 0) is None
+    assert store.hold(name, 0) is None
+    store.free(name, 0)
+    assert store.held(name).kept
+    assert store.bytes == ENTRY_BYTES
+    store.free(name, 0)
+    assert store.bytes == 0
+
+
+def test_the_block_used_longest_ago_is_evicted_but_no_held_one() -> None:
+    store, _ = references()
+    blocks = [Block() for _ in range(3)]
+    gone = [weakref.ref(block) for block in blocks]
+    names = [store.keep(kept(number), 0, block) for number, block in enumerate(blocks)]
+    del blocks
+    store.keep(kept(4), 0)
+    for name in names[:2]:
+        store.hold(name, 0)
+    store.free(names[0], 0)
+    evicted = []
+    while store.evict_block():
+        evicted.append([one() is None for one in gone])
+    assert evicted == [[False, False, True], [True, False, True]]
+    assert store.held(names[1]).block is gone[1]()
+    assert store.hold(names[2], 0) == Hold(store.held(names[2]).kept, None), "its entry stays"
+    store.free(names[1], 0)
+    store.release(names[1])
+    assert gone[1]() is None
+
+
+class Block:
+    """In the place of a tensor."""

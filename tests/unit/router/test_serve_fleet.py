@@ -14,6 +14,7 @@ import ray
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.errors import InvalidMedia, NotFound, Unavailable
+from actors.rows.protocol import RowsPlace
 from actors.rpc.server import Endpoint, ReplicaServer
 from actors.store.kept import Kept
 from actors.types import Cost, Embedding, SharedBytes
@@ -276,6 +277,19 @@ def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch
                     await fleet.fetch(reference)
                 with pytest.raises(NotFound):
                     await fleet.release(reference)
+
+    run(test())
+
+
+def test_where_rows_of_an_id_are_served_is_what_its_replica_said() -> None:
+    async def test() -> None:
+        there = replace(NOWHERE, rows_unix="/rows", rows_tcp="10.0.0.1:9")
+        PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, there), "b": Replica({}, 7, NOWHERE)}
+        fleet = ServeFleet([Handle()], None)
+        assert fleet.rows_place("a.x") == RowsPlace("/rows", "10.0.0.1:9")
+        for reference in ("b.x", "c.x", ""):
+            with pytest.raises(NotFound):
+                fleet.rows_place(reference)
 
     run(test())
 

@@ -1,0 +1,202 @@
+"""Memory that other processes of the machine copy rows from: a GPU's, by CUDA IPC, or shared.
+
+Whoever opens a memory sees all of it, so handles are given to processes of the same user only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from contextlib import nullcontext
+from secrets import token_hex
+from threading import Lock
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from actors.allocator import Allocator
+from actors.kernels import checked
+from actors.rows.protocol import MemoryHandle
+
+HEADER_BYTES, KEY_BYTES = 4096, 64
+"""A shared memory begins with a header of one page, and that with its key in hexadecimal. The rest
+of the header is for whoever shares it."""
+
+
+class RowMemory:
+    """Lends blocks of a piece of memory. A block is free again once nobody refers to its tensor;
+    views of it do not count. Thread-safe."""
+
+    def __init__(
+        self, memory: Tensor, handle: MemoryHandle | None = None, header: Tensor | None = None
+    ) -> None:
+        """`memory`: uint8. `handle`: None if no other process can open it."""
+        self.memory = memory
+        self.handle = handle
+        self.header = header
+        self._allocator = Allocator(len(memory))
+        self._lock = Lock()
+        self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
+
+    @classmethod
+    def on_gpu(cls, size_bytes: int, device: torch.device) -> Self:
+        """Raises torch.OutOfMemoryError."""
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+        return cls(memory, cuda_handle(memory))
+
+    @classmethod
+    def shared(cls, size_bytes: int) -> Self:
+        """Host memory, taken page by page as it is used. Raises OSError."""
+        file = sealed_file("rows", HEADER_BYTES + size_bytes)
+        key = token_hex(KEY_BYTES // 2)
+        whole = mapped(file, HEADER_BYTES + size_bytes)
+        whole[:KEY_BYTES] = torch.frombuffer(bytearray(key.encode()), dtype=torch.uint8)
+        where = f"/proc/{os.getpid()}/fd/{file}"
+        handle = MemoryHandle("shared", where, HEADER_BYTES, size_bytes, key)
+        made = cls(whole[HEADER_BYTES:], handle, whole[KEY_BYTES:HEADER_BYTES])
+        weakref.finalize(made, os.close, file)
+        return made
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._lock:
+            return self._allocator.taken_bytes
+
+    def take(self, size_bytes: int) -> Tensor | None:
+        """A block, uint8 [size_bytes]. None: there is no room now."""
+        with self._lock:
+            offset = self._allocator.take(size_bytes)
+        if offset is None:
+            return None
+        block = self.memory[offset : offset + size_bytes]
+        weakref.finalize(block, self._allocator.give_back, offset).atexit = False
+        return block
+
+    def offset(self, block: Tensor) -> int:
+        return block.data_ptr() - self.memory.data_ptr()
+
+    def fill(self, block: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copies rows [tokens, width] into a block, converted to `dtype`. The rows must be complete
+        and on the same device; their copy is, when this returns it."""
+        copy = block.view(dtype).view(rows.shape)
+        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+            copy.copy_(rows)
+        if self._stream:
+            self._stream.synchronize()
+        return copy
+
+
+class OpenedMemory:
+    """Memory of another process, in this one."""
+
+    def copy(self, offset: int, out: Tensor) -> None:
+        """Starts the copy of bytes into a contiguous tensor, on its device's current stream."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """No copy may be under way."""
+
+
+class OpenedShared(OpenedMemory):
+    def __init__(self, handle: MemoryHandle) -> None:
+        """Raises OSError, ValueError."""
+        file = os.open(handle.where, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            self.whole = mapped(file, handle.offset + handle.size_bytes)
+        finally:
+            os.close(file)
+        if self.whole[:KEY_BYTES].numpy().tobytes() != handle.check.encode():
+            raise OSError(f"{handle.where} is not the memory that was offered")
+        self.header = self.whole[KEY_BYTES:HEADER_BYTES]
+        self.memory = self.whole[handle.offset :]
+
+    def pin(self, device: torch.device) -> None:
+        """Makes copies to the device asynchronous. Takes a second for gigabytes. RuntimeError."""
+        from cuda.bindings import runtime
+
+        checked(runtime.cudaSetDevice(device.index))
+        checked(runtime.cudaHostRegister(self.whole.data_ptr(), self.whole.nbytes, 0))
+
+    def copy(self, offset: int, out: Tensor) -> None:
+        rows = self.memory[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
+        out.copy_(rows, non_blocking=True)
+
+
+class OpenedCuda(OpenedMemory):
+    """Of another process' GPU memory, mapped for this process' device: the same GPU, or a peer."""
+
+    def __init__(self, handle: MemoryHandle, device: torch.device) -> None:
+        """Raises RuntimeError, ImportError."""
+        from cuda.bindings import runtime
+
+        self.device = device
+        checked(runtime.cudaSetDevice(device.index))
+        ipc = runtime.cudaIpcMemHandle_t()
+        where = bytes.fromhex(handle.where)
+        ctypes.memmove(int(ipc.getPtr()), where, len(where))
+        flags = runtime.cudaIpcMemLazyEnablePeerAccess
+        (base,) = checked(runtime.cudaIpcOpenMemHandle(ipc, flags))
+        self.base = int(base)
+        self.offset = handle.offset
+
+    def copy(self, offset: int, out: Tensor) -> None:
+        from cuda.bindings import runtime
+
+        checked(runtime.cudaSetDevice(self.device.index))
+        source = self.base + self.offset + offset
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        kind = runtime.cudaMemcpyKind.cudaMemcpyDefault
+        checked(runtime.cudaMemcpyAsync(out.data_ptr(), source, out.nbytes, kind, stream))
+
+    def close(self) -> None:
+        from cuda.bindings import runtime
+
+        torch.cuda.synchronize(self.device)
+        checked(runtime.cudaIpcCloseMemHandle(self.base))
+
+
+def open_memory(handle: MemoryHandle, device: torch.device) -> OpenedMemory:
+    """Opens it for copies to `device`. Raises OSError, ValueError, RuntimeError or ImportError if
+    this process cannot: it is on another machine, of another user, or on a GPU without peer
+    access."""
+    if handle.kind == "shared":
+        return OpenedShared(handle)
+    if device.type != "cuda":
+        raise RuntimeError(f"memory of a GPU cannot be opened for {device}")
+    return OpenedCuda(handle, device)
+
+
+def cuda_handle(memory: Tensor) -> MemoryHandle | None:
+    """None if CUDA does not share it, as memory of torch's expandable segments."""
+    try:
+        from cuda.bindings import driver, runtime
+
+        checked(runtime.cudaSetDevice(memory.device.index))
+        # The handle is that of the whole allocation, of which torch may have cut the memory.
+        base, _ = checked(driver.cuMemGetAddressRange(memory.data_ptr()))
+        (ipc,) = checked(runtime.cudaIpcGetMemHandle(memory.data_ptr()))
+    except (ImportError, RuntimeError):
+        return None
+    where = ctypes.string_at(int(ipc.getPtr()), runtime.CUDA_IPC_HANDLE_SIZE).hex()
+    uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
+    offset = memory.data_ptr() - int(base)
+    return MemoryHandle("cuda", where, offset, memory.nbytes, uuid)
+
+
+def sealed_file(name: str, size_bytes: int) -> int:
+    """A memfd: it has no name in the file system and disappears with its last process. Of a fixed
+    size, because a process that truncated it would end the others with SIGBUS."""
+    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.truncate(file, size_bytes)
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+    return file
+
+
+def mapped(file: int, size_bytes: int) -> Tensor:
+    """uint8 [size_bytes] in a file. Raises OSError, ValueError."""
+    return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)

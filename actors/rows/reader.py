@@ -1,0 +1,129 @@
+"""The reader's end of a RowsServer."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import suppress
+from threading import Lock
+from typing import Any
+
+from actors.rows.protocol import (
+    FREE,
+    HOLD,
+    NAME_BYTES,
+    NO_NAME,
+    PING,
+    READ,
+    VERSION,
+    HeldRows,
+    RowsPlace,
+    limited,
+    receive_answer,
+    receive_into,
+    send,
+)
+
+CONNECT_SECONDS = 2.0
+CALL_SECONDS = 10.0
+
+
+class RowsRefused(Exception):
+    """The replica says why it does not give an embedding."""
+
+
+class RowsReader:
+    """A connection to one replica. Thread-safe: calls follow one another.
+
+    Every call raises ConnectionError once the connection is lost, and with it all that it held, or
+    RowsRefused.
+    """
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.path = "unix" if channel.family == socket.AF_UNIX else "tcp"
+        self._channel = channel
+        self._closed = False
+        self._lock = Lock()
+        limited(channel, CALL_SECONDS, CALL_SECONDS)
+
+    @classmethod
+    def connect(cls, place: RowsPlace) -> RowsReader | None:
+        """Over the unix socket where that can be reached, otherwise over TCP. None: neither."""
+        if place.version != VERSION:
+            return None
+        channel = socket.socket(socket.AF_UNIX)
+        try:
+            channel.settimeout(CONNECT_SECONDS)
+            channel.connect(place.unix)
+            return cls(channel)
+        except OSError:  # another machine, container or user
+            channel.close()
+        host, _, port = place.tcp.rpartition(":")
+        try:
+            return cls(socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS))
+        except (OSError, ValueError):
+            return None
+
+    @property
+    def alive(self) -> bool:
+        """False once the connection is lost. Costs a system call: a replica that was killed closes
+        its end at once."""
+        if self._closed or not self._lock.acquire(blocking=False):
+            return not self._closed  # a call that is under way finds out
+        try:
+            ended = self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            ended = False
+        except OSError:
+            ended = True
+        finally:
+            self._lock.release()
+        if ended:
+            self.close()
+        return not ended
+
+    def hold(self, name: str) -> HeldRows:
+        """Holds the rows of a name until `free`, or until this connection ends."""
+        try:
+            return HeldRows.read(self._call(HOLD, name))
+        except (TypeError, KeyError, ValueError) as error:
+            raise self._lost(error) from error
+
+    def read(self, name: str, target: memoryview) -> None:
+        """Receives the bytes of rows that are held into memory of their size."""
+        self._call(READ, name, target)
+
+    def free(self, name: str) -> None:
+        self._call(FREE, name)
+
+    def ping(self) -> None:
+        """To be called more often than every HOLD_SECONDS."""
+        self._call(PING, NO_NAME)
+
+    def close(self) -> None:
+        self._closed = True
+        with suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)  # wakes a call in another thread
+        self._channel.close()
+
+    def _call(self, verb: bytes, name: str, target: memoryview | None = None) -> dict[str, Any]:
+        if len(name) != NAME_BYTES or not name.isascii():
+            raise RowsRefused("this is no id of an embedding")
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the connection to the replica was lost")
+            try:
+                send(self._channel, memoryview(bytes([VERSION]) + verb + name.encode()))
+                fields = receive_answer(self._channel)
+                if "error" not in fields and target is not None:
+                    if fields.get("size_bytes") != len(target):
+                        raise ValueError(f"{fields} in place of {len(target)} bytes")
+                    receive_into(self._channel, target)
+            except (OSError, ValueError) as error:
+                raise self._lost(error) from error
+        if "error" in fields:
+            raise RowsRefused(str(fields["error"]))
+        return fields
+
+    def _lost(self, error: Exception) -> ConnectionError:
+        self.close()
+        return ConnectionError(f"the connection to the replica was lost: {error}")

@@ -1,0 +1,215 @@
+"""Tells where the rows of an id are, and sends their bytes: see protocol.py.
+
+The id is the capability: whoever has it may hold and read its rows, and can have nothing else. A
+thread per connection, because sending megabytes would hold up an event loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import Counter
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from threading import Condition, Thread
+from time import sleep
+from typing import Any, Protocol
+
+from actors.errors import ServiceError
+from actors.rows.protocol import (
+    FREE,
+    HOLD,
+    HOLD_SECONDS,
+    PING,
+    READ,
+    REQUEST_BYTES,
+    VERSION,
+    HeldRows,
+    RowsPlace,
+    answer,
+    limited,
+    send,
+)
+
+log = logging.getLogger("ray.serve")
+
+MOST_CONNECTIONS = 128
+STRANGER_SECONDS = 5.0
+"""How long a connection that has named no kept id may take for a request."""
+SEND_SECONDS = 5.0  # without any progress
+PORTS = 16  # that are tried from `references.port` on: a replica each
+UNKNOWN = "no embedding is kept under this id: it expired, was released or evicted"
+
+
+class RowStore(Protocol):
+    """What is kept for ids. Called from the server's threads; raises ServiceError."""
+
+    def hold(self, name: str) -> HeldRows | None:
+        """Keeps the rows of a name where they are until as many calls of `free`. None: unknown."""
+
+    def free(self, name: str) -> None: ...
+
+    def rows(self, name: str) -> memoryview:
+        """The bytes of rows that are held."""
+
+
+class RowsConnection:
+    """One reader."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self.channel = channel
+        self.known = False  # it has named a kept id
+        self.held: Counter[str] = Counter()
+        limited(channel, STRANGER_SECONDS, SEND_SECONDS)
+
+    @property
+    def local(self) -> bool:
+        return self.channel.family == socket.AF_UNIX
+
+    def request(self) -> bytes:
+        """The next request; anything shorter when the connection ends or is too slow."""
+        return self.channel.recv(REQUEST_BYTES, socket.MSG_WAITALL)
+
+    def admit(self) -> None:
+        if not self.known:
+            self.known = True
+            limited(self.channel, HOLD_SECONDS, SEND_SECONDS)
+
+    def end(self) -> None:
+        """Wakes its thread, which closes it."""
+        with suppress(OSError):  # it has ended
+            self.channel.shutdown(socket.SHUT_RDWR)
+
+
+class RowsServer:
+    """Serves one replica's rows."""
+
+    def __init__(self, store: RowStore) -> None:
+        self._store = store
+        self._listeners: list[socket.socket] = []
+        self._connections: dict[RowsConnection, None] = {}  # oldest first
+        self._changed = Condition()
+        self._running = False
+
+    def start(self, path: Path, host: str, port: int = 0) -> RowsPlace:
+        """Listens on a unix socket, which the caller's directory protects, and on TCP.
+
+        `port`: the first of PORTS that are tried; 0: the system chooses. Without a free one there
+        is no TCP.
+        """
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(str(path))
+        self._listeners = [unix]
+        tcp = ""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for tried in range(port, port + PORTS) if port else (0,):
+            try:
+                listener = socket.create_server((host, tried), family=family)
+            except OSError as error:
+                log.warning("rows cannot be served on %s, port %d: %s", host, tried, error)
+                continue
+            self._listeners.append(listener)
+            shown = f"[{host}]" if ":" in host else host
+            tcp = f"{shown}:{listener.getsockname()[1]}"
+            break
+        self._running = True
+        for listener in self._listeners:
+            listener.listen()
+            Thread(target=self._accept, args=(listener,), name="rows", daemon=True).start()
+        return RowsPlace(str(path), tcp)
+
+    def stop(self, grace_seconds: float = 0) -> None:
+        """Takes no more connections, and ends those there are once they hold nothing, at the latest
+        after `grace_seconds`."""
+        self._running = False
+        for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes its thread
+            listener.close()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(one.held for one in self._connections), grace_seconds
+            )
+            for one in self._connections:
+                one.end()
+            self._changed.wait_for(lambda: not self._connections, SEND_SECONDS)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while self._running:
+            try:
+                channel, _ = listener.accept()
+            except OSError:
+                sleep(0.05)  # it was closed; or no more files can be opened
+                continue
+            connection = RowsConnection(channel)
+            if self._take(connection):
+                Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
+            else:
+                channel.close()
+
+    def _take(self, connection: RowsConnection) -> bool:
+        """Whether there is room for it. Those that have named no id make room first."""
+        with self._changed:
+            if not self._running:
+                return False
+            if len(self._connections) >= MOST_CONNECTIONS:
+                stranger = next((one for one in self._connections if not one.known), None)
+                if stranger is None:
+                    return False
+                del self._connections[stranger]
+                stranger.end()
+            self._connections[connection] = None
+            return True
+
+    def _serve(self, connection: RowsConnection) -> None:
+        try:
+            while len(request := connection.request()) == REQUEST_BYTES and request[0] == VERSION:
+                self._answer(connection, request[1:2], request[2:].decode("ascii"))
+        except (OSError, ValueError):  # it is gone, too slow, or speaks something else
+            pass
+        except Exception:
+            log.exception("a reader of rows could not be answered")
+        finally:
+            connection.channel.close()
+            for name in connection.held.elements():
+                self._store.free(name)
+            connection.held.clear()
+            with self._changed:
+                self._connections.pop(connection, None)
+                self._changed.notify_all()
+
+    def _answer(self, connection: RowsConnection, verb: bytes, name: str) -> None:
+        fields: dict[str, Any] = {}
+        rows = memoryview(b"")
+        try:
+            if verb == HOLD:
+                fields = self._held(connection, name)
+            elif verb == READ and name in connection.held:
+                rows = self._store.rows(name)
+                fields = {"size_bytes": len(rows)}
+            elif verb == FREE and name in connection.held:
+                self._free(connection, name)
+            elif verb != PING:
+                fields = {"error": "this connection does not hold that id"}
+        except ServiceError as error:
+            fields = {"error": error.message}
+        send(connection.channel, memoryview(answer(fields)))
+        send(connection.channel, rows)
+
+    def _held(self, connection: RowsConnection, name: str) -> dict[str, Any]:
+        found = self._store.hold(name)
+        if found is None:
+            return {"error": UNKNOWN}
+        connection.held[name] += 1
+        connection.admit()
+        # Whoever opens a memory sees all of it: only for processes of this user, on this machine.
+        return asdict(found if connection.local else replace(found, memory=None))
+
+    def _free(self, connection: RowsConnection, name: str) -> None:
+        connection.held[name] -= 1
+        if not connection.held[name]:
+            del connection.held[name]
+        self._store.free(name)
+        with self._changed:
+            self._changed.notify_all()

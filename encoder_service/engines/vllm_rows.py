@@ -1,0 +1,373 @@
+"""How rows of ids reach vLLM's workers. Imports nothing of vLLM.
+
+RowSource, in the scheduler's process, asks encoders for embeddings in threads. A step then tells
+the workers where rows are:
+
+    ipc        in the encoder's own memory, which holds them until the workers have copied them
+    unix, tcp  in memory that this process shares with the workers, into which it received bytes
+    http       with the step, as all rows are until every worker has opened those memories
+
+RowLoader, in each worker, opens the memories and copies from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from math import prod
+from threading import Event, Lock, Semaphore, Thread, Timer
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from actors.rows.memory import OpenedMemory, OpenedShared, RowMemory, open_memory
+from actors.rows.protocol import HeldRows, MemoryHandle, RowsPlace
+from actors.rows.reader import RowsReader
+
+if TYPE_CHECKING:
+    from encoder_service.client import Client
+
+log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
+
+TIMEOUT_SECONDS, PLACE_SECONDS = 10.0, 2.0
+"""For one fetch over HTTP, once it has its turn; and for where a replica serves rows."""
+FETCHES_AT_ONCE = 8
+"""Over HTTP. vLLM asks for the embeddings of its whole queue."""
+THREADS = 32
+"""Of fetches, some of which wait for room in the shared memory."""
+ROOM_SECONDS = 1.0
+"""If no room is made for this long, those that would make it may be waiting for it themselves."""
+AVOIDED_SECONDS, MOST_AVOIDED = 60.0, 1000
+"""How long the front door is asked for the rows of a replica that cannot be reached, and of how
+many this is known."""
+PING_SECONDS = 15.0
+ABORTED_SECONDS = 30.0
+"""How long the rows of a request that was aborted in its first steps stay: a step may copy them."""
+RECEIVED = 0
+"""Number of the memory into which bytes are received."""
+COLUMNS = 63
+MOST_WORKERS = 63
+UNKNOWN, OPEN, REFUSED = range(3)
+"""On the board: whether a worker has opened a memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsAt:
+    """Rows in a memory that every worker has opened."""
+
+    memory: int
+    offset: int
+    shape: tuple[int, int]
+    dtype: str
+
+
+@dataclass(eq=False)
+class OfferedMemory:
+    """A memory that workers are told to open, as long as anybody refers to this."""
+
+    number: int
+    handle: MemoryHandle
+
+
+@dataclass(eq=False)
+class FetchedRows:
+    """An embedding that can be sent to the workers. Its memory is kept as long as this is."""
+
+    shape: tuple[int, int]
+    size_bytes: int
+    path: str
+    rows: RowsAt | Tensor
+    block: Tensor | None = None  # of the shared memory
+    offered: OfferedMemory | None = None
+    reader: RowsReader | None = None  # which holds the rows in the encoder's memory
+    key: str = ""
+
+    @property
+    def lost(self) -> bool:
+        return self.reader is not None and not self.reader.alive
+
+
+class RowSource:
+    """Embeddings by id, for all workers. Its methods may be called from any thread."""
+
+    def __init__(
+        self,
+        client: Client,
+        check: Callable[[str, tuple[int, int], str, int], None],
+        ahead_bytes: int,
+        workers: int,
+    ) -> None:
+        """`check`: raises ValueError for an id, a shape, a model and a number of deepstack features
+        that do not fit. `ahead_bytes`: of the memory that receives bytes."""
+        self.client = client
+        self.check = check
+        self.workers = workers
+        self.received = RowMemory.shared(ahead_bytes)
+        self.board = board_of(self.received.header)
+        self.readers: dict[str, RowsReader] = {}
+        self.avoided: dict[str, float] = {}
+        self.told: set[tuple[str, str]] = set()
+        self.offers: dict[RowsReader, OfferedMemory] = {}
+        self.offered: WeakValueDictionary[int, OfferedMemory] = WeakValueDictionary()
+        self.numbers = count(RECEIVED + 1)
+        self.lock = Lock()  # guards connections and offers; never held for long
+        self.connecting = Lock()
+        self.line = Lock()  # whoever waits for room is next
+        self.turns = Semaphore(FETCHES_AT_ONCE)
+        self.closed = Event()
+        self.threads = ThreadPoolExecutor(THREADS, "rows")
+        self.freeing = ThreadPoolExecutor(1, "rows-free")
+        Thread(target=self._ping, name="rows-ping", daemon=True).start()
+
+    def begin(self, name: str) -> Future[FetchedRows]:
+        return self.threads.submit(self._fetch, name)
+
+    def release(self, fetched: FetchedRows) -> None:
+        """Frees what is held at the encoder. Everything else goes with its last reference."""
+        if fetched.reader and fetched.reader.alive and not self.closed.is_set():
+            self.freeing.submit(self._free, fetched.reader, fetched.key)
+
+    def release_later(self, fetched: FetchedRows) -> None:
+        timer = Timer(ABORTED_SECONDS, self.release, (fetched,))
+        timer.daemon = True
+        timer.start()
+
+    def memories(self) -> dict[int, MemoryHandle]:
+        """What workers are to open by now; all others can be closed."""
+        assert self.received.handle
+        with self.lock:
+            offered = {number: one.handle for number, one in self.offered.items()}
+        return {RECEIVED: self.received.handle} | offered
+
+    def close(self) -> None:
+        self.closed.set()
+        for reader in list(self.readers.values()):
+            reader.close()
+        self.threads.shutdown(cancel_futures=True)
+        self.freeing.shutdown()
+
+    def _fetch(self, name: str) -> FetchedRows:
+        if "." not in name:
+            raise ValueError(
+                "this is vLLM's own name for an item without rows and without an id: send the part "
+                "as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
+                "media_io_kwargs"
+            )
+        replica, _, key = name.partition(".")
+        for _ in range(2):  # a connection may have been lost since it was used last
+            if (reader := self._reader(replica, name)) is None:
+                break
+            try:
+                found = self._held(reader, name, key)
+            except ConnectionError:
+                self._forget(replica, reader)
+            else:
+                self._tell(replica, found.path)
+                return found
+        if self.closed.is_set():
+            raise ConnectionError("the connector is shut down")
+        found = self._by_value(name)
+        self._tell(replica, found.path)
+        return found
+
+    def _held(self, reader: RowsReader, name: str, key: str) -> FetchedRows:
+        held = reader.hold(key)
+        try:
+            self.check(name, held.shape, held.model, held.deepstack)
+            size_bytes = prod(held.shape) * getattr(torch, held.dtype).itemsize
+            if held.memory and self._is_open((offered := self._offer(reader, held.memory)).number):
+                rows = RowsAt(offered.number, held.offset, held.shape, held.dtype)
+                return FetchedRows(held.shape, size_bytes, "ipc", rows, None, offered, reader, key)
+            found = self._received(reader, key, held, size_bytes)
+        except BaseException:
+            self.freeing.submit(self._free, reader, key)
+            raise
+        self.freeing.submit(self._free, reader, key)
+        return found
+
+    def _received(
+        self, reader: RowsReader, key: str, held: HeldRows, size_bytes: int
+    ) -> FetchedRows:
+        rows: RowsAt | Tensor
+        block = self._room(size_bytes)
+        if block is None:
+            rows = torch.empty(held.shape, dtype=getattr(torch, held.dtype))
+            target = rows.view(torch.uint8).flatten()
+        else:
+            rows = RowsAt(RECEIVED, self.received.offset(block), held.shape, held.dtype)
+            target = block
+        reader.read(key, target.numpy().data)
+        return FetchedRows(held.shape, size_bytes, reader.path, rows, block)
+
+    def _room(self, size_bytes: int) -> Tensor | None:
+        """A block of the memory that is shared with the workers. Waits while others make room; None
+        if they do not, or if not all workers have opened it."""
+        if not self._is_open(RECEIVED) or size_bytes > len(self.received.memory):
+            return None
+        with self.line:
+            taken, since = 0, monotonic()
+            while (block := self.received.take(size_bytes)) is None:
+                if self.closed.is_set():
+                    raise ConnectionError("the connector is shut down")
+                if taken != (now := self.received.taken_bytes):
+                    taken, since = now, monotonic()
+                if monotonic() - since > ROOM_SECONDS:
+                    return None
+                sleep(0.002)
+            return block
+
+    def _by_value(self, name: str) -> FetchedRows:
+        with self.turns:
+            embedding = self._asked(self.client.client.fetch(name), TIMEOUT_SECONDS)
+        self.check(name, embedding.shape, embedding.model, embedding.deepstack)
+        rows = embedding.torch()
+        return FetchedRows(embedding.shape, rows.nbytes, "http", rows)
+
+    def _reader(self, replica: str, name: str) -> RowsReader | None:
+        """A connection to a replica; None if there is none to be had."""
+        found = self.readers.get(replica)
+        if found and found.alive:
+            return found
+        with self.connecting:
+            found = self.readers.get(replica)
+            if found and found.alive:
+                return found
+            if self.closed.is_set() or monotonic() < self.avoided.get(replica, 0):
+                return None
+            found = self._connect(name)
+            if found is None:
+                if len(self.avoided) >= MOST_AVOIDED:  # of names that clients made up
+                    self.avoided.clear()
+                self.avoided[replica] = monotonic() + AVOIDED_SECONDS
+            else:
+                with self.lock:
+                    self.readers[replica] = found
+            return found
+
+    def _connect(self, name: str) -> RowsReader | None:
+        from encoder_service.client import ServiceError
+
+        transport: Any = self.client.client.transport
+        try:
+            place = self._asked(transport.place(name), PLACE_SECONDS)
+            return RowsReader.connect(RowsPlace(**place))
+        except (ServiceError, TimeoutError, TypeError):  # an older service, or no such replica
+            return None
+
+    def _asked(self, call: Coroutine[Any, Any, Any], seconds: float) -> Any:
+        """What the front door answers. Raises ServiceError, TimeoutError."""
+
+        async def answered() -> Any:
+            try:
+                async with asyncio.timeout(seconds):  # also if it trickles in
+                    return await call
+            except TimeoutError:
+                raise TimeoutError(f"not received within {seconds:g} s") from None
+
+        return self.client.run(answered())
+
+    def _forget(self, replica: str, reader: RowsReader) -> None:
+        reader.close()
+        with self.lock:
+            if self.readers.get(replica) is reader:
+                del self.readers[replica]
+            self.offers.pop(reader, None)
+
+    def _offer(self, reader: RowsReader, handle: MemoryHandle) -> OfferedMemory:
+        with self.lock:
+            if reader not in self.offers:
+                made = OfferedMemory(next(self.numbers), handle)
+                self.board[:, column(made.number)] = UNKNOWN
+                self.offers[reader] = self.offered[made.number] = made
+            return self.offers[reader]
+
+    def _is_open(self, number: int) -> bool:
+        said = self.board[: self.workers, column(number)]
+        return self.workers <= MOST_WORKERS and bool((said == OPEN).all())
+
+    def _free(self, reader: RowsReader, key: str) -> None:
+        try:
+            reader.free(key)
+        except Exception as error:  # what it held is free when the connection is lost
+            log.debug("an embedding could not be freed: %s", error)
+
+    def _ping(self) -> None:
+        """Replicas end connections that say nothing, with all that they hold."""
+        while not self.closed.wait(PING_SECONDS):
+            for replica, reader in list(self.readers.items()):
+                try:
+                    reader.ping()
+                except ConnectionError:
+                    self._forget(replica, reader)
+
+    def _tell(self, replica: str, path: str) -> None:
+        if (replica, path) not in self.told:
+            self.told.add((replica, path))
+            log.info("embeddings of replica %s come by %s", replica, path)
+
+
+class RowLoader:
+    """Brings rows to one worker's device. For the worker's thread."""
+
+    def __init__(self, worker: int, device: torch.device, dtype: torch.dtype) -> None:
+        """`worker`: its rank."""
+        self.worker = worker
+        self.device = device
+        self.dtype = dtype
+        self.opened: dict[int, OpenedMemory | None] = {}
+        self.board: Any = None
+
+    def follow(self, memories: Mapping[int, MemoryHandle]) -> None:
+        """Opens what is new, says so on the board, and closes what is gone."""
+        for number in self.opened.keys() - memories.keys():
+            if gone := self.opened.pop(number):
+                gone.close()
+        for number in sorted(memories.keys() - self.opened.keys()):
+            opened = self.opened[number] = self._open(memories[number])
+            if number == RECEIVED and isinstance(opened, OpenedShared):
+                self.board = board_of(opened.header)
+                if self.device.type == "cuda":
+                    Thread(target=self._pin, args=(opened,), name="rows-pin", daemon=True).start()
+            if self.board is not None:
+                self.board[self.worker, column(number)] = OPEN if opened else REFUSED
+
+    def load(self, rows: RowsAt | Tensor) -> Tensor:
+        """[tokens, width] on the device, once its current stream gets there."""
+        if isinstance(rows, Tensor):
+            return rows.to(self.device, self.dtype)
+        opened = self.opened[rows.memory]
+        assert opened, "the scheduler sends only what all workers have opened"
+        loaded = torch.empty(rows.shape, dtype=getattr(torch, rows.dtype), device=self.device)
+        opened.copy(rows.offset, loaded)
+        return loaded.to(self.dtype)
+
+    def _open(self, handle: MemoryHandle) -> OpenedMemory | None:
+        try:
+            return open_memory(handle, self.device)
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            log.info("rows are received, as memory (%s) cannot be opened: %s", handle.kind, error)
+            return None
+
+    def _pin(self, opened: OpenedShared) -> None:
+        try:
+            opened.pin(self.device)
+        except (RuntimeError, ImportError) as error:
+            log.warning("copies to the device are slower, as memory cannot be pinned: %s", error)
+
+
+def board_of(header: Tensor | None) -> Any:
+    """An array [workers, memories] in the header of the memory that receives bytes."""
+    assert header is not None
+    return header.numpy().reshape(MOST_WORKERS, -1)
+
+
+def column(number: int) -> int:
+    """Of a memory on the board."""
+    return (number - 1) % COLUMNS + 1 if number else 0

@@ -1,0 +1,282 @@
+"""The rows of ids in memory that other processes open, from the pipeline to a reader."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from actors.encoder import KeptRows
+from actors.errors import StartError
+from actors.options import (
+    ActorOptions,
+    CacheOptions,
+    EncoderOptions,
+    GraphOptions,
+    ModelOptions,
+    ReferenceOptions,
+    validated,
+)
+from actors.pipeline import Pipeline, open_pipeline, open_row_memory
+from actors.rows.memory import RowMemory, open_memory
+from actors.rows.reader import RowsReader, RowsRefused
+from actors.rows.server import RowsServer
+from actors.store import writer as writing
+from actors.store.shared_memory import share_together
+from actors.telemetry.metrics import EncoderMetrics
+from actors.telemetry.tracing import open_spans
+from actors.types import Embedding, Media, Size
+from tests.images import jpeg
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Open: rows may be written to the host."""
+    gate = threading.Event()
+
+    def put(arrays: Any, most_bytes: int = 0) -> list[Any]:
+        assert gate.wait(20)
+        return share_together([array.copy() for array in arrays], most_bytes)
+
+    monkeypatch.setattr(writing, "share_together", put)
+    gate.set()
+    yield gate
+    gate.set()
+
+
+def options(device_bytes: int, cache_bytes: int = 0) -> ActorOptions:
+    return ActorOptions(
+        model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
+        encoder=EncoderOptions(device="cpu", num_gpus=0),
+        graphs=GraphOptions(mode="off"),
+        references=ReferenceOptions(device_bytes=device_bytes),
+        cache=CacheOptions(max_bytes=cache_bytes),
+    )
+
+
+def pipeline(device_bytes: int = 2**20, cache_bytes: int = 0) -> Pipeline:
+    found = options(device_bytes, cache_bytes)
+    spans = open_spans(found.tracing, "encoder")
+    return open_pipeline(found, EncoderMetrics(), spans, "one")
+
+
+def media(of: Pipeline, width: int) -> Media:
+    spec: Any = of.engine.tower.spec
+    return Media("image", jpeg(width, 64), spec.sizing.plan(Size(width, 64)), str(width))
+
+
+async def keep(of: Pipeline, *widths: int, dtype: Any = "float32") -> list[str]:
+    answers = await of.encode([media(of, width) for width in widths], dtype, 20, keep=True)
+    names = []
+    for answer in answers:
+        assert isinstance(answer, Embedding), answer
+        names.append(answer.reference.partition(".")[2])
+    return names
+
+
+async def by_value(of: Pipeline, name: str) -> Tensor:
+    kept = await of.fetch(name)
+    assert kept
+    found = kept.embedding
+    assert isinstance(found.data, np.ndarray)
+    return torch.from_numpy(found.data).view(getattr(torch, found.dtype)).view(found.shape)
+
+
+async def in_memory(of: Pipeline, name: str) -> Tensor | None:
+    """What another process would copy."""
+    held = await of.hold(name)
+    assert held
+    try:
+        if held.memory is None:
+            return None
+        rows = torch.empty(held.shape, dtype=getattr(torch, held.dtype))
+        open_memory(held.memory, CPU).copy(held.offset, rows)
+        return rows
+    finally:
+        of.free(name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_ids_are_in_memory_before_they_are_on_the_host(
+    gate: threading.Event, dtype: str
+) -> None:
+    async def run() -> None:
+        gate.clear()
+        names = await keep(of, 96, 128, 64, dtype=dtype)
+        copies = [await in_memory(of, name) for name in names]
+        assert all(copy is not None for copy in copies)
+        gate.set()
+        for name, copy in zip(names, copies, strict=True):
+            assert copy is not None
+            assert torch.equal(copy, await by_value(of, name))
+        assert of.memory
+        assert of.memory.taken_bytes > 0
+        for name in names:
+            of.references.release(name)
+        del copies
+        assert of.memory.taken_bytes == 0
+
+    of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_the_latest_have_room_but_what_is_held_stays(gate: threading.Event) -> None:
+    async def run() -> None:
+        (held,) = await keep(of, 96)
+        rows = await of.hold(held)
+        assert rows
+        (second,) = await keep(of, 96)
+        (third,) = await keep(of, 128)
+        await by_value(of, third)  # written, so that nothing else needs a block
+        found = [await in_memory(of, name) for name in (held, second, third)]
+        assert [one is not None for one in found] == [True, False, True]
+        again = await of.hold(held)
+        assert again == rows, "where it was"
+        hold = await of.hold(third)
+        (fourth,) = await keep(of, 128)
+        assert await in_memory(of, fourth) is None, "no room"
+        assert (await by_value(of, fourth)).shape == (8, 192)
+        assert hold
+
+    of = pipeline(6 * 192 * 4 + 8 * 192 * 4 + 512)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_ids_of_equal_items_share_a_block(gate: threading.Event) -> None:
+    async def run() -> None:
+        (first,) = await keep(of, 96)
+        await by_value(of, first)
+        assert of.memory
+        taken = of.memory.taken_bytes
+        (second,) = await keep(of, 96)
+        assert of.memory.taken_bytes == taken > 0
+        one, other = await of.hold(first), await of.hold(second)
+        assert one == other
+        assert one
+        assert one.memory
+        (narrow,) = await keep(of, 96, dtype="bfloat16")
+        rows = await of.hold(narrow)
+        assert rows
+        assert rows.memory is None, "the cache has no block of that dtype"
+
+    of = pipeline(cache_bytes=2**20)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_pruned_and_too_large_items_have_no_block(gate: threading.Event) -> None:
+    async def run() -> None:
+        (name,) = await keep(of, 128)
+        assert await in_memory(of, name) is None
+        (name,) = await keep(of, 64)
+        assert await in_memory(of, name) is not None
+
+    of = pipeline(5 * 192 * 4)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_a_reader_gets_what_a_pipeline_keeps(gate: threading.Event, tmp_path: Path) -> None:
+    async def run() -> None:
+        kept = KeptRows(of)
+        kept.loop = asyncio.get_running_loop()
+        server = RowsServer(kept)
+        place = server.start(tmp_path / "rows.sock", "127.0.0.1")
+        names = await keep(of, 96, 128)
+
+        def read(name: str) -> tuple[Tensor, Tensor]:
+            reader = RowsReader.connect(place)
+            assert reader
+            held = reader.hold(name)
+            assert held.memory
+            assert (held.model, held.deepstack) == (spec.id, spec.deepstack)
+            copied, received = (torch.empty(held.shape) for _ in range(2))
+            open_memory(held.memory, CPU).copy(held.offset, copied)
+            reader.read(name, received.view(torch.uint8).flatten().numpy().data)
+            try:
+                reader.hold("x" * 32)
+            except RowsRefused:
+                reader.close()
+                return copied, received
+            raise AssertionError("an id that nobody has")
+
+        for name in names:
+            expected = await by_value(of, name)
+            for rows in await asyncio.to_thread(read, name):
+                assert torch.equal(rows, expected)
+        await asyncio.to_thread(server.stop)
+        held: Any = of.references._holds
+        while held:
+            await asyncio.sleep(0.01)
+
+    of = pipeline()
+    spec = of.engine.tower.spec
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_a_write_that_fails_is_told_to_its_reader(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def put(*_: Any) -> list[Any]:
+        raise MemoryError("full")
+
+    monkeypatch.setattr(writing, "share_together", put)
+
+    async def run() -> None:
+        kept = KeptRows(of)
+        kept.loop = asyncio.get_running_loop()
+        (name,) = await keep(of, 96)
+        assert await asyncio.to_thread(kept.hold, name)
+        with pytest.raises(Exception, match="could not be written"):
+            await asyncio.to_thread(kept.rows, name)
+        kept.free(name)
+        await asyncio.sleep(0.01)
+        assert await of.hold(name) is None
+
+    of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_memory_that_the_device_lacks_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(size_bytes: int, device: torch.device) -> RowMemory:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(RowMemory, "on_gpu", full)
+    with pytest.raises(StartError, match=r"references\.device_bytes is 1000"):
+        open_row_memory(options(1000), torch.device("cuda"))
+    assert open_row_memory(options(0), CPU) is None
+
+
+def test_more_than_the_whole_gpu_memory_is_refused() -> None:
+    values = {
+        "model": {"id": "qwen3vl-tiny", "load_format": "dummy"},
+        "encoder": {"gpu_memory_bytes": 1000},
+        "references": {"device_bytes": 1000},
+    }
+    with pytest.raises(StartError, match=r"references\.device_bytes is 1000, of the 1000"):
+        validated(ActorOptions, values)
