@@ -127,6 +127,7 @@ class Pipeline:
         self.spans.past("preprocess", item.preprocess_seconds, patches=item.plan.patches)
 
         item.on_device = self.writer.stays_on_device(media, dtype)
+        item.in_fp8 = self.writer.leaves_in_fp8(media, dtype)
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 

@@ -22,7 +22,7 @@ from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 4  # version of the protocol. Routers use no replica that speaks another one
+VERSION = 5  # version of the protocol. Routers use no replica that speaks another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 

@@ -15,7 +15,7 @@ from actors.errors import ConfigError, InvalidOption
 from actors.spec.audio import MOST_WINDOWS, AudioSizing
 from actors.spec.sizing import BlockSizing, Defaults, Largest, Resample, Sizing
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
+from actors.types import NO_KWARGS, PLURALS, ItemPlan, Kind, ModelDtype, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class ModelSpec:
     """As clients see it."""
     folder: str
     """The folder in actors/families that has its tower."""
-    dtype: Dtype
+    dtype: ModelDtype
     dummy: bool
     """Random weights: nobody may take the embeddings for real."""
     sizing: Sizing

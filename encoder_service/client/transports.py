@@ -202,7 +202,7 @@ async def read_document(response: aiohttp.ClientResponse) -> Document:
 
 
 async def read_embeddings(content: aiohttp.StreamReader) -> Document:
-    """A response in safetensors: its document, each item's "data" a buffer of its own.
+    """A response in safetensors: its document, "data" and "scales" of each item in buffers.
 
     Rows are copied once, from the pieces that arrive. Raises WireError.
     """
@@ -219,7 +219,8 @@ async def read_embeddings(content: aiohttp.StreamReader) -> Document:
             if start != position or end > MOST_ROWS_BYTES:
                 raise ValueError(f"tensor {name!r} cannot be at {start} to {end}")
             data, position = bytearray(end - start), end
-            items[name]["data"] = data
+            index, _, part = name.partition(".")
+            items[index][part or "data"] = data
             left = memoryview(data)
             while left:
                 rest = rest or memoryview(await content.readany())
