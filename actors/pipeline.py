@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from asyncio import ALL_COMPLETED, FIRST_COMPLETED
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -47,6 +48,7 @@ from actors.types import (
     Embedding,
     Item,
     Media,
+    Reply,
     SharedBytes,
     Timings,
 )
@@ -86,12 +88,19 @@ class Pipeline:
         self._closed = False
 
     async def encode(
-        self, media: Sequence[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool = False
-    ) -> list[Answer]:
-        """An embedding or an error per item, in order. Cancelling it drops what has not begun.
+        self,
+        media: Sequence[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool = False,
+        early: Callable[[Reply], None] | None = None,
+    ) -> dict[int, Answer]:
+        """An embedding or an error per item, by place. Cancelling it drops what has not begun.
 
         `keep`: embeddings are kept for a while, and answers have a `reference` instead of data.
-        Raises Unavailable once closed, because a router may call a replica that has drained.
+        `early`: is given answers as they come, except the last, which are returned. Raises
+        Unavailable once closed, because a router may call a replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
@@ -101,15 +110,29 @@ class Pipeline:
             asyncio.create_task(self._encode(one, dtype, batch, keep=keep, alone=alone))
             for one in media
         ]
+        left = dict(enumerate(tasks))
+        end = monotonic() + timeout_seconds
+        enough = FIRST_COMPLETED if early else ALL_COMPLETED
+
+        def answered(places: Sequence[int]) -> dict[int, Answer]:
+            return {
+                place: self._answer(media[place], left.pop(place), timeout_seconds)
+                for place in places
+            }
+
         try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=timeout_seconds)
+            while left:
+                seconds = max(0.0, end - monotonic())
+                await asyncio.wait(left.values(), timeout=seconds, return_when=enough)
+                done = [place for place, task in left.items() if task.done()]
+                if not early or not done or len(done) == len(left):
+                    break
+                found = answered(done)
+                early(Reply(list(found.values()), 0, 0, tuple(found)))
         finally:
             for task in tasks:
                 task.cancel()
-        return [
-            self._answer(one, task, timeout_seconds) for one, task in zip(media, tasks, strict=True)
-        ]
+        return answered(list(left))
 
     async def _encode(
         self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool

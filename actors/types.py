@@ -319,6 +319,8 @@ Answer = Embedding | ServiceError
 class Reply:
     """A replica's answer to a shard."""
 
-    answers: list[Answer]  # one for each item, in order
+    answers: list[Answer]  # one for each item, in order, or for each of `places`
     outstanding_patches: int  # to do for all routers, without these items
     outstanding_pairs: int = 0  # of the same work: see Work
+    places: tuple[int, ...] = ()
+    """Of the answers among the items of the shard, where some were answered early."""
