@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict
@@ -115,9 +115,10 @@ class Encoder:
         origin: Origin = NOBODY,
         keep: bool = False,
         waiting_per_sent: float = 0,
+        early: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """See Pipeline.encode. `waiting_per_sent`: patches that wait in the router for each of
-        these."""
+        these. `early`: is given answers as they come, except the last."""
         ORIGIN.set(origin)
         work = Work.of(item.plan.work for item in media)
         waiting = work.times(waiting_per_sent)
@@ -127,11 +128,13 @@ class Encoder:
             with self.spans.span(
                 "shard", "server", replica=self.replica, items=len(media), patches=work.patches
             ):
-                answers = await self.pipeline.encode(media, dtype, timeout_seconds, keep=keep)
+                answers = await self.pipeline.encode(
+                    media, dtype, timeout_seconds, keep=keep, early=early
+                )
         finally:
             self.outstanding = self.outstanding.without(work)
             self.waiting = self.waiting.without(waiting)
-        return Reply(answers, *self.outstanding)
+        return Reply(list(answers.values()), *self.outstanding, tuple(answers) if early else ())
 
     async def fetch(self, name: str) -> Kept | None:
         """See Pipeline.fetch."""

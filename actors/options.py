@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from actors.errors import ConfigError
-from actors.types import Alpha, Dtype
+from actors.types import Alpha, ModelDtype
 
 logger = logging.getLogger("ray.serve")
 
@@ -142,7 +142,7 @@ class ModelOptions(Options):
     revision: str | None = None  # of a repository; a folder or a preset has none
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
-    dtype: Dtype = "bfloat16"
+    dtype: ModelDtype = "bfloat16"
     output: Literal["rows", "vector"] = "rows"
     """`vector`: one vector for each image, and for texts where the checkpoint has a text tower, in
     place of the rows of an image. For CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and MLCD."""
@@ -230,7 +230,7 @@ class GraphOptions(Options):
         return self
 
 
-def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: Dtype, fast: bool) -> BlockForm:
+def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: ModelDtype, fast: bool) -> BlockForm:
     """The form in use. `fast`: the family has the fast form. Raises ConfigError."""
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:

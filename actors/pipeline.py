@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Coroutine, Sequence
+from asyncio import ALL_COMPLETED, FIRST_COMPLETED
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -60,6 +61,7 @@ from actors.types import (
     Item,
     ItemPlan,
     Media,
+    Reply,
     SharedBytes,
     Timings,
 )
@@ -106,12 +108,19 @@ class Pipeline:
         self._closed = False
 
     async def encode(
-        self, media: Sequence[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool = False
-    ) -> list[Answer]:
-        """An embedding or an error per item, in order. Cancelling it drops what has not begun.
+        self,
+        media: Sequence[Media],
+        dtype: Dtype,
+        timeout_seconds: float,
+        *,
+        keep: bool = False,
+        early: Callable[[Reply], None] | None = None,
+    ) -> dict[int, Answer]:
+        """An embedding or an error per item, by place. Cancelling it drops what has not begun.
 
         `keep`: embeddings are kept for a while, and answers have a `reference` instead of data.
-        Raises Unavailable once closed, because a router may call a replica that has drained.
+        `early`: is given answers as they come, except the last, which are returned. Raises
+        Unavailable once closed, because a router may call a replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
@@ -121,15 +130,29 @@ class Pipeline:
             asyncio.create_task(self._encode(one, dtype, batch, keep=keep, alone=alone))
             for one in media
         ]
+        left = dict(enumerate(tasks))
+        end = monotonic() + timeout_seconds
+        enough = FIRST_COMPLETED if early else ALL_COMPLETED
+
+        def answered(places: Sequence[int]) -> dict[int, Answer]:
+            return {
+                place: self._answer(media[place], left.pop(place), timeout_seconds)
+                for place in places
+            }
+
         try:
-            if tasks:
-                await asyncio.wait(tasks, timeout=timeout_seconds)
+            while left:
+                seconds = max(0.0, end - monotonic())
+                await asyncio.wait(left.values(), timeout=seconds, return_when=enough)
+                done = [place for place, task in left.items() if task.done()]
+                if not early or not done or len(done) == len(left):
+                    break
+                found = answered(done)
+                early(Reply(list(found.values()), 0, 0, tuple(found)))
         finally:
             for task in tasks:
                 task.cancel()
-        return [
-            self._answer(one, task, timeout_seconds) for one, task in zip(media, tasks, strict=True)
-        ]
+        return answered(list(left))
 
     async def _encode(
         self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
@@ -151,6 +174,7 @@ class Pipeline:
 
         in_memory = keep and self._fits_memory(media, dtype)
         item.on_device = in_memory or self.writer.stays_on_device(media, dtype)
+        item.in_fp8 = self.writer.leaves_in_fp8(media, dtype)
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 
@@ -239,8 +263,9 @@ class Pipeline:
         return self._pending(item, dtype, write())
 
     def _fits_memory(self, media: Media, dtype: Dtype) -> bool:
-        """Whether an item's rows may have a block of `memory`. Pruning needs them on the host."""
-        if self.memory is None or media.on_device or media.evs_rate:
+        """Whether an item's rows may have a block of `memory`, which has no room for scales.
+        Pruning needs them on the host."""
+        if self.memory is None or media.on_device or media.evs_rate or dtype == "float8_e4m3":
             return False
         return self._size_bytes(media.plan, dtype) <= len(self.memory.memory)
 

@@ -17,14 +17,16 @@ from actors.errors import ServiceError
 Kind = Literal["image", "video", "audio"]
 PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "text": "texts"}
 """Items of each kind, for messages."""
-Dtype = Literal["bfloat16", "float16", "float32"]
+ModelDtype = Literal["bfloat16", "float16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
+"""Of rows. float8_e4m3 has a scale for each row (kernels/gemm/fp8.py); no model computes in it."""
 Source = Literal["graph", "eager", "cache"]
 Alpha = Literal["white", "black", "drop"]
 """The background of transparent images; `drop`: their colours as they are, without it."""
 Grid = tuple[int, int, int]
 Bytes = npt.NDArray[np.uint8]
 
-DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
+DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,11 +247,12 @@ class Item:
     later: Any = None
     """The same patches in the second frame of each group of a video, where groups have two."""
     on_device: bool = False  # its rows stay on the device
+    in_fp8: bool = False  # its rows leave the device in FP8
     decode_queue_seconds: float = 0.0  # waited to be decoded
     preprocess_seconds: float = 0.0  # was decoded, resized and patchified
     rows: Any = None
-    """After encoding: a torch tensor [tokens, width] in the tower's dtype, or a tuple of those of a
-    video's chunks: see video_chunks.rows_of."""
+    """After encoding: a torch tensor [tokens, width] in the tower's dtype, or Fp8Rows if `in_fp8`;
+    or a tuple of those of a video's chunks: see video_chunks.rows_of."""
     source: Source = "graph"
     queue_seconds: float = 0.0  # waited for its pack
     encode_seconds: float = 0.0
@@ -330,6 +333,8 @@ class Embedding:
     """With an `evs_rate`, and of a pruned image: the indices of the remaining rows."""
     reference: str = ""
     """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
+    scales: bytes = b""
+    """Of float8_e4m3: float32 [tokens], little-endian; each row is its values times its scale."""
 
     @property
     def size_bytes(self) -> int:
@@ -344,6 +349,8 @@ Answer = Embedding | ServiceError
 class Reply:
     """A replica's answer to a shard."""
 
-    answers: list[Answer]  # one for each item, in order
+    answers: list[Answer]  # one for each item, in order, or for each of `places`
     outstanding_patches: int  # to do for all routers, without these items
     outstanding_pairs: int = 0  # of the same work: see Work
+    places: tuple[int, ...] = ()
+    """Of the answers among the items of the shard, where some were answered early."""

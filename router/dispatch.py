@@ -18,7 +18,7 @@ from typing import Any
 
 from actors.errors import DeadlineExceeded, EncodeFailed, Overloaded, ServiceError, Unavailable
 from actors.telemetry.tracing import ORIGIN, Origin
-from actors.types import Answer, Cost, Dtype, Embedding, Media, Work
+from actors.types import Answer, Cost, Dtype, Embedding, Media, Reply, Work
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
 from router.policy.balance import CacheAffinity, Plan, plan_around
@@ -65,6 +65,8 @@ class InFlightItem:
     """Of the most patient request, in seconds of the loop's clock."""
     keep: bool = False
     """Its replica keeps its embedding, under an id that is one request's alone."""
+    early: bool = False
+    """It is wanted before the others of its call are done."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     waiting: int = 0
     """Requests that wait for it; a request counts once for each of its places."""
@@ -100,8 +102,6 @@ class WaitingRequest:
     """Items that are sent together. Those that another request needs too are sent by the first."""
 
     items: list[InFlightItem]
-    singly: bool
-
     tokens: tuple[int, ...] = field(init=False)
     """The most that one of them needs on each path."""
     patches: int = field(init=False)
@@ -159,21 +159,21 @@ class Dispatcher:
         dtype: Dtype,
         timeout_seconds: float,
         *,
-        singly: bool = False,
+        early: bool = False,
         keep: bool = False,
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """(Position, answer) of every item once, as they come. Close it when you stop early.
+        """(Position, answer) of every item once, as they come. Close it when you stop before.
 
-        The items of a replica come together, in one call; `singly`: each as soon as it is done.
+        The items of a replica come together, in one call; `early`: each as soon as it is done.
         `keep`: their replicas keep the embeddings, and answers have ids in place of data.
         Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
         where there is no replica: then nothing was begun.
         """
         deadline = now() + timeout_seconds
         await self._any_replica(deadline)
-        items = self._admit(media, dtype, deadline, keep=keep)
+        items = self._admit(media, dtype, deadline, keep=keep, early=early)
         unsent = list(dict.fromkeys(item for item in items if item.unsent))
-        request = WaitingRequest(unsent, singly)
+        request = WaitingRequest(unsent)
         late = DeadlineExceeded(
             f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
         )
@@ -253,7 +253,7 @@ class Dispatcher:
         return sound or answering or replicas
 
     def _admit(
-        self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
+        self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool, early: bool
     ) -> list[InFlightItem]:
         """The item in flight for each place of a request.
 
@@ -272,6 +272,7 @@ class Dispatcher:
         for item in items:
             item.waiting += 1
             item.deadline = max(item.deadline, deadline)
+            item.early = item.early or early
         return items
 
     def _reserve(
@@ -309,7 +310,7 @@ class Dispatcher:
                 continue
             request = self._queue.pop(place)
             items = [item for item in request.items if item.unsent]
-            self._launch(items, kept, singly=request.singly)
+            self._launch(items, kept)
 
     def _room(self, replicas: Iterable[str]) -> bool:
         return self.ledger.has_room({replica: self._costs.get(replica) for replica in replicas})
@@ -321,7 +322,7 @@ class Dispatcher:
             self._send_waiting()
 
     def _launch(
-        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool
+        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool = False
     ) -> None:
         """Plans items over the replicas that take them, without `kept` ones if there are others.
         Items that none takes are Unavailable: waiting, they would take the room of other items.
@@ -347,7 +348,8 @@ class Dispatcher:
     def _plan_over(
         self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
     ) -> None:
-        """Plans items over these replicas, and sends each replica its shard, or item by item."""
+        """Plans items over these replicas, and sends each replica its shard; `singly`: item by
+        item, to find the one that ends replicas."""
         media = [item.media for item in items]
         near = self._fleet.near()
         # Where loads are equal, plans take the earlier one.
@@ -383,6 +385,11 @@ class Dispatcher:
         left -= min(MARGIN_SECONDS, MARGIN_FRACTION * left)
         media, first = [item.media for item in items], items[0]
         singly = False
+
+        def deliver(reply: Reply) -> None:
+            answered = [items[place] for place in reply.places] if reply.places else items
+            self._deliver(replica, answered, reply.answers, deadline)
+
         try:
             async with self._liveness.guard(replica):
                 reply = await self._fleet.encode(
@@ -392,6 +399,7 @@ class Dispatcher:
                     left,
                     keep=first.keep,
                     waiting_per_sent=self._waiting_per_sent(replica),
+                    early=deliver if any(item.early for item in items) else None,
                 )
         except ShardLost as error:
             singly = isinstance(error, ReplicaDied)
@@ -399,7 +407,7 @@ class Dispatcher:
         except ServiceError as error:
             self._deliver(replica, items, [error] * len(items), deadline)
         else:
-            self._deliver(replica, items, reply.answers, deadline)
+            deliver(reply)
             outstanding = Work(reply.outstanding_patches, reply.outstanding_pairs)
             self.ledger.hear(replica, outstanding, now())
             del reply  # embeddings are large, and this frame may now wait for a replica

@@ -115,7 +115,7 @@ class Router:
         keep: bool = False,
     ) -> AsyncGenerator[tuple[int, Answer]]:
         """(Position, answer) of every item, as they come. Raises as `encode` does."""
-        answers = self._dispatcher.answers(media, dtype, timeout_seconds, singly=True, keep=keep)
+        answers = self._dispatcher.answers(media, dtype, timeout_seconds, early=True, keep=keep)
         async with aclosing(answers):
             async for position, answer in answers:
                 yield position, answer

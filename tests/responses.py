@@ -16,7 +16,7 @@ from encoder_service.wire.formats import JSON, MSGPACK, NPZ
 
 
 def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
-    """The document of a response, with every item's "data" as bytes."""
+    """The document of a response, with every item's "data" and "scales" as bytes."""
     document: dict[str, Any]
     if content_type == MSGPACK:
         document = msgpack.unpackb(body)
@@ -26,6 +26,8 @@ def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
         for item in document["items"]:
             if "data" in item:
                 item["data"] = memory(item)
+            if "scales" in item:
+                item["scales"] = base64.b64decode(item["scales"], validate=True)
         return document
     if content_type == NPZ:
         with np.load(BytesIO(body)) as file:
@@ -37,8 +39,9 @@ def parse_response(body: bytes, content_type: str) -> dict[str, Any]:
     tensors = load(body)
     document = json.loads(metadata(body)["answer"])
     for item in document["items"]:
-        if str(item["index"]) in tensors:
-            item["data"] = octets(tensors[str(item["index"])])
+        for name, key in (("data", str(item["index"])), ("scales", f"{item['index']}.scales")):
+            if key in tensors:
+                item[name] = octets(tensors[key])
     return document
 
 

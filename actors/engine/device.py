@@ -16,6 +16,7 @@ from torch import Tensor
 from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
+from actors.kernels.gemm.fp8 import Fp8Rows, quantised
 
 MEDIA = ("patches", "later")
 """Inputs that hold what clients sent, item after item; all others are metadata."""
@@ -179,26 +180,49 @@ class Device:
 
 
 def start_readback(
-    device: Device, packed: Tensor, tokens: Sequence[int], stays: Sequence[bool]
-) -> Callable[[], list[Tensor]]:
+    device: Device,
+    packed: Tensor,
+    tokens: Sequence[int],
+    stays: Sequence[bool],
+    in_fp8: Sequence[bool],
+) -> Callable[[], list[Tensor | Fp8Rows]]:
     """Starts the copies of a pack's rows [all tokens, width]; called within `Device.running`.
 
-    `stays`: which items' rows stay on the device. What it returns waits for the copies, and gives
-    [tokens, width] of each item.
+    `stays`: which items' rows stay on the device; `in_fp8`: which leave it in FP8. What it returns
+    waits for the copies, and gives [tokens, width] of each item.
     """
-    parts = list(zip(packed[: sum(tokens)].split(list(tokens)), stays, strict=True))
-    staying = [part for part, stay in parts if stay]
-    leaving = [part for part, stay in parts if not stay]
-    kept = device.keep(staying) if staying else list
-    host = device.read_back(torch.cat(leaving) if staying else packed) if leaving else None
+    parts = packed[: sum(tokens)].split(list(tokens))
+    kinds = list(zip(stays, in_fp8, strict=True))
+    waits: dict[tuple[bool, bool], Callable[[], Sequence[Tensor | Fp8Rows]]] = {}
+    for kind in dict.fromkeys(kinds):
+        its = [part for part, one in zip(parts, kinds, strict=True) if one == kind]
+        if kind[0]:
+            waits[kind] = device.keep(its)
+            continue
+        rows = packed if len(its) == len(parts) else torch.cat(its)
+        read = read_fp8 if kind[1] else read_rows
+        waits[kind] = read(device, rows, list(map(len, its)))
 
-    def wait() -> list[Tensor]:
-        on_device = iter(kept())
-        sizes = [len(part) for part in leaving]
-        copied = iter(host()[: sum(sizes)].split(sizes) if host else ())
-        return [next(on_device if stay else copied) for stay in stays]
+    def wait_for_all() -> list[Tensor | Fp8Rows]:
+        found = {kind: iter(wait()) for kind, wait in waits.items()}
+        return [next(found[kind]) for kind in kinds]
 
-    return wait
+    return wait_for_all
+
+
+def read_rows(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
+    """Starts the copy of the rows of items; what it returns gives each item's."""
+    host = device.read_back(rows)
+    return lambda: host()[: sum(sizes)].split(list(sizes))
+
+
+def read_fp8(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Fp8Rows]]:
+    """As read_rows, of rows that are quantised on the device first."""
+    made = quantised(rows[: sum(sizes)])
+    # Scales first: a second readback waits for the first, and these are few.
+    scales = read_rows(device, made.scales, sizes)
+    values = read_rows(device, made.values, sizes)
+    return lambda: list(map(Fp8Rows, values(), scales()))
 
 
 def copy_rows(parts: Sequence[Tensor], out: Tensor) -> Tensor:

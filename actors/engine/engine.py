@@ -27,6 +27,7 @@ from actors.engine.packing import Packing, oldest_first, smallest_first
 from actors.engine.traffic import ItemTokens
 from actors.engine.video_chunks import cut, joined
 from actors.errors import EncodeFailed, Unavailable
+from actors.kernels.gemm.fp8 import Fp8Rows
 from actors.models.tower import Tower
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Cost, Item, Pack
@@ -54,7 +55,7 @@ class LaunchedPack:
     waiting: Sequence[WaitingItem]
     pack: Pack
     labels: Labels
-    readback: Callable[[], list[Tensor]]
+    readback: Callable[[], list[Tensor | Fp8Rows]]
     started: float
 
 
@@ -192,7 +193,8 @@ class Engine:
                     packed = self.tower.postprocess(outputs, plans)
                     tokens = [plan.tokens for plan in plans]
                     stays = [item.on_device for item in items]
-                    readback = start_readback(self.device, packed, tokens, stays)
+                    in_fp8 = [item.in_fp8 for item in items]
+                    readback = start_readback(self.device, packed, tokens, stays, in_fp8)
         except Exception as error:
             self._failed(waiting, error)
             return

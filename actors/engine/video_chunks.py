@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.budgets import Capacity
+from actors.kernels.gemm.fp8 import Fp8Rows
 from actors.types import Item, ItemPlan
 
 
@@ -52,7 +53,7 @@ def chunk(item: Item, start: int, end: int, *, sound: bool) -> Item:
         frames=groups,
     )
     later = None if item.later is None else item.later[rows]
-    return Item(part, item.patches[rows], later, on_device=item.on_device)
+    return Item(part, item.patches[rows], later, on_device=item.on_device, in_fp8=item.in_fp8)
 
 
 def computed_tokens(plan: ItemPlan, patches: int) -> int:
@@ -104,4 +105,10 @@ def rows_of(item: Item) -> Tensor:
     """[tokens, width] of an encoded item. Concatenates the chunks of a video, which takes too long
     for the engine's thread."""
     rows: Tensor = torch.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
+    return rows
+
+
+def fp8_rows_of(item: Item) -> Fp8Rows:
+    """The same of an item with `in_fp8`."""
+    rows: Fp8Rows = Fp8Rows.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows

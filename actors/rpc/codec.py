@@ -49,6 +49,7 @@ class EncodeCall:
     origin: Origin
     keep: bool
     waiting_per_sent: float = 0
+    early: bool = False
 
 
 def message_fields(value: Any) -> Any:
@@ -109,6 +110,7 @@ def reply_fields(reply: Reply, shared: list[SharedBytes]) -> Fields:
         "answers": answers,
         "outstanding_patches": reply.outstanding_patches,
         "outstanding_pairs": reply.outstanding_pairs,
+        "places": reply.places,
     }
 
 
@@ -118,7 +120,8 @@ def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
         error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
         for one in message.answers
     ]
-    return Reply(answers, message.outstanding_patches, message.outstanding_pairs)
+    patches, pairs = message.outstanding_patches, message.outstanding_pairs
+    return Reply(answers, patches, pairs, tuple(message.places))
 
 
 def kept_fields(kept: Kept, shared: list[SharedBytes]) -> Fields:

@@ -12,8 +12,9 @@ import logging
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
@@ -35,7 +36,7 @@ from actors.rpc.codec import (
     kept_fields,
     reply_fields,
 )
-from actors.types import SharedBytes
+from actors.types import Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")
 
@@ -111,7 +112,6 @@ class ReplicaServer:
         self._server: grpc.aio.Server | None = None
         self._streams: set[RouterStream] = set()
         self._works = {
-            "encode": self._encode,
             "check": self._check,
             "fetch": self._fetch,
             "release": self._release,
@@ -188,10 +188,13 @@ class ReplicaServer:
             self._streams.discard(stream)
             stream.close()
 
-    async def reply(self, call: pb.Call) -> Fields:
-        """The fields of a call's outcome. Raises what the encoder raises."""
+    async def reply(self, call: pb.Call, early: Callable[[Fields], None]) -> Fields:
+        """The fields of a call's outcome; `early` is given those of outcomes before it. Raises what
+        the encoder raises."""
         if not self.running:
             raise Unavailable("this encoder is stopping: try again")
+        if call.HasField("encode"):
+            return {"encode": await self._encode(call.encode, early)}
         kind = call.WhichOneof("request")
         return {kind: await self._works[kind](getattr(call, kind))}
 
@@ -204,8 +207,13 @@ class ReplicaServer:
         asyncio.get_running_loop().call_later(TICKET_SECONDS, TICKETS.pop, ticket, None)
         return ticket
 
-    async def _encode(self, request: pb.EncodeRequest) -> Fields:
-        call, shared = from_message(request, EncodeCall), list[SharedBytes]()
+    async def _encode(self, request: pb.EncodeRequest, early: Callable[[Fields], None]) -> Fields:
+        call = from_message(request, EncodeCall)
+
+        def fields(reply: Reply) -> Fields:
+            shared: list[SharedBytes] = []
+            return reply_fields(reply, shared) | {"ticket": self._ticket(shared)}
+
         reply = await self._encoder.encode(
             call.media,
             call.dtype,
@@ -213,8 +221,9 @@ class ReplicaServer:
             call.origin,
             call.keep,
             call.waiting_per_sent,
+            (lambda part: early({"encode": fields(part) | {"more": True}})) if call.early else None,
         )
-        return reply_fields(reply, shared) | {"ticket": self._ticket(shared)}
+        return fields(reply)
 
     async def _check(self, _: pb.CheckRequest) -> Fields:
         await self._encoder.check_health()
@@ -265,7 +274,7 @@ class RouterStream:
     async def _answer(self, call: pb.Call) -> None:
         failure: Exception
         try:
-            fields = await self._server.reply(call)
+            fields = await self._server.reply(call, partial(self._send_early, call.id))
             self._send(pb.Outcome(id=call.id, **fields))
             return
         except asyncio.CancelledError:
@@ -277,6 +286,9 @@ class RouterStream:
                 log.exception("a call of a router failed")
             failure = error
         self._send(pb.Outcome(id=call.id, error=error_fields(failure)))
+
+    def _send_early(self, number: int, fields: Fields) -> None:
+        self.outcomes.put_nowait(serialized(pb.Outcome(id=number, **fields)))
 
     def _send(self, outcome: pb.Outcome) -> None:
         self.outcomes.put_nowait(serialized(outcome))

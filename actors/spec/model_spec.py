@@ -25,7 +25,7 @@ from actors.spec.sizing import (
     WindowedSizing,
 )
 from actors.spec.video import VideoSizing
-from actors.types import NO_KWARGS, PLURALS, Dtype, ItemPlan, Kind, ProcessorKwargs
+from actors.types import NO_KWARGS, PLURALS, ItemPlan, Kind, ModelDtype, ProcessorKwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class ModelSpec:
     """As clients see it."""
     folder: str
     """The folder in actors/families that has its tower."""
-    dtype: Dtype
+    dtype: ModelDtype
     dummy: bool
     """Random weights: nobody may take the embeddings for real."""
     sizing: Sizing

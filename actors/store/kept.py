@@ -90,7 +90,12 @@ class Kept:
         """Memory that it takes if nothing else of its object is kept."""
         data = self.embedding.data
         rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
-        return rows + OVERHEAD_BYTES
+        return rows + self.own_bytes
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory that it takes besides its object."""
+        return len(self.embedding.scales) + OVERHEAD_BYTES
 
     @property
     def shared_object(self) -> object | None:
@@ -228,7 +233,7 @@ class References:
 
     def _added_bytes(self, kept: Kept) -> int:
         shared = kept.shared_object
-        return OVERHEAD_BYTES if shared and self._users[shared] else kept.size_bytes
+        return kept.own_bytes if shared and self._users[shared] else kept.size_bytes
 
     def _remove(self, name: str) -> None:
         kept = self._kept.pop(name)

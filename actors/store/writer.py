@@ -16,7 +16,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from actors.engine.video_chunks import rows_of
+from actors.engine.video_chunks import fp8_rows_of, rows_of
+from actors.kernels.gemm.fp8 import Fp8Rows, quantised
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import group_tokens, retention_mask
 from actors.store.kept import EmbeddingCache, Key
@@ -42,6 +43,8 @@ from actors.types import (
 )
 
 WRITERS = 4  # threads that copy rows at the same time
+
+Rows = Tensor | Fp8Rows
 
 
 class RowWriter:
@@ -82,11 +85,21 @@ class RowWriter:
         """In the shared cache, where the same weights may have another name."""
         return (self.shared_fingerprint, *media.identity)
 
+    @property
+    def caches(self) -> bool:
+        """Whether rows are cached, on the host and in the model's dtype."""
+        return bool(self.cache.max_bytes or self.shared)
+
     def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
         """Whether an item's rows are left on the device. Pruning needs them on the host."""
-        if self.memory is None or not media.on_device or media.evs_rate:
+        if self.memory is None or not media.on_device or media.evs_rate or dtype == "float8_e4m3":
             return False
         return media.plan.tokens * self.spec.width * DTYPE_BYTES[dtype] > INLINE_BYTES
+
+    def leaves_in_fp8(self, media: Media, dtype: Dtype) -> bool:
+        """Whether the device quantises an item's rows, so that half as many bytes are read back.
+        Pruning needs the model's own, as caches do."""
+        return dtype == "float8_e4m3" and not self.caches and not media.evs_rate
 
     def write(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
         """The embeddings of encoded items, in order. Raises what Ray's object store raises."""
@@ -102,7 +115,7 @@ class RowWriter:
         data = self.memory.put(rows, getattr(torch, dtype))
         if data is None:
             return None
-        if self.cache.max_bytes or self.shared:
+        if self.caches:
             self._cached(media, item, on_host(rows), None)
         return self.embedding(item, data, dtype, rows.shape[0])
 
@@ -120,12 +133,12 @@ class RowWriter:
         return await converted(hit, dtype)
 
     def _cached(
-        self, media: Media, item: Item, rows: Tensor, mask: npt.NDArray[np.bool_] | None
+        self, media: Media, item: Item, rows: Rows, mask: npt.NDArray[np.bool_] | None
     ) -> Bytes | SharedBytes:
         """Puts rows into the caches there are. Returns them as the replica's own cache has them: in
         an object of their own, so that evicting it frees its memory."""
-        data = as_bytes(rows, self.spec.dtype)
-        made = self.embedding(item, data, self.spec.dtype, rows.shape[0], mask)
+        data, _ = as_bytes(rows, self.spec.dtype)
+        made = self.embedding(item, data, self.spec.dtype, len(rows), mask)
         if self.shared:
             self.shared.put(self.shared_key(media), made)
         if not self.cache.max_bytes:
@@ -135,17 +148,18 @@ class RowWriter:
         return own
 
     def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
-        rows = [self._pruned(on_host(rows_of(item)), media) for media, item in done]
-        own = [self._cached(*pair, *kept) for pair, kept in zip(done, rows, strict=True)]
-        if not self.cache.max_bytes:
-            data = share_together([as_bytes(kept, dtype) for kept, _ in rows], self.together_bytes)
-        elif dtype == self.spec.dtype:
-            data = own
-        else:
-            data = [share(as_bytes(kept, dtype)) for kept, _ in rows]
+        rows = [self._pruned(media, item) for media, item in done]
+        data: list[Bytes | SharedBytes] = []
+        scales = [b""] * len(rows)
+        if self.caches:
+            data = [self._cached(*pair, *kept) for pair, kept in zip(done, rows, strict=True)]
+        if not self.cache.max_bytes or dtype != self.spec.dtype:
+            made = [as_bytes(kept, dtype) for kept, _ in rows]
+            data = share_together([values for values, _ in made], self.together_bytes)
+            scales = [each for _, each in made]
         return [
-            self.embedding(item, one, dtype, kept.shape[0], mask)
-            for (_, item), one, (kept, mask) in zip(done, data, rows, strict=True)
+            self.embedding(item, one, dtype, len(kept), mask, each)
+            for (_, item), one, (kept, mask), each in zip(done, data, rows, scales, strict=True)
         ]
 
     def embedding(
@@ -155,6 +169,7 @@ class RowWriter:
         dtype: Dtype,
         tokens: int,
         mask: npt.NDArray[np.bool_] | None = None,
+        scales: bytes = b"",
     ) -> Embedding:
         """`mask`: which rows an `evs_rate` has left."""
         kept = item.plan.kept_rows if mask is None else mask.nonzero()[0]
@@ -169,10 +184,14 @@ class RowWriter:
             replica=self.replica,
             frame_tokens=() if mask is None else group_tokens(mask, item.plan),
             kept_rows=tuple(kept.tolist()),
+            scales=scales,
         )
 
-    def _pruned(self, rows: Tensor, media: Media) -> tuple[Tensor, npt.NDArray[np.bool_] | None]:
-        """The rows that `evs_rate` leaves, and which those are."""
+    def _pruned(self, media: Media, item: Item) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
+        """The rows on the host that `evs_rate` leaves, and which those are."""
+        if item.in_fp8:
+            return fp8_rows_of(item), None
+        rows = on_host(rows_of(item))
         if not media.evs_rate:
             return rows, None
         mask = retention_mask(rows.float().numpy(), media.plan, media.evs_rate)
@@ -213,7 +232,8 @@ class RowBatch:
 
 
 def tensor(embedding: Embedding) -> Tensor:
-    """[tokens, width], a view of the embedding's own memory: not to be written to.
+    """[tokens, width], a view of the embedding's own memory: not to be written to. float8_e4m3
+    becomes float32, in memory of its own.
 
     The data must be in this process already (shared_memory.here, router.here.encode_here).
     """
@@ -224,7 +244,10 @@ def tensor(embedding: Embedding) -> Tensor:
     with warnings.catch_warnings():
         # Shared memory is read-only, which torch cannot express.
         warnings.filterwarnings("ignore", "The given buffer is not writable", UserWarning)
-        flat = torch.frombuffer(embedding.data, dtype=getattr(torch, embedding.dtype))
+        flat = torch.frombuffer(embedding.data, dtype=torch_dtype(embedding.dtype))
+        if embedding.dtype == "float8_e4m3":
+            scales = torch.frombuffer(embedding.scales, dtype=torch.float32)
+            return Fp8Rows(flat.view(embedding.shape), scales).float()
     return flat.view(embedding.shape)
 
 
@@ -235,10 +258,20 @@ def on_host(rows: Tensor) -> Tensor:
     return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows)
 
 
-def as_bytes(rows: Tensor, dtype: Dtype) -> Bytes:
-    """The bytes of rows in a dtype: a view if the rows have it already."""
-    data: Bytes = rows.to(getattr(torch, dtype)).view(torch.uint8).numpy().reshape(-1)
-    return data
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    found: torch.dtype = getattr(torch, "float8_e4m3fn" if dtype == "float8_e4m3" else dtype)
+    return found
+
+
+def as_bytes(rows: Rows, dtype: Dtype) -> tuple[Bytes, bytes]:
+    """The bytes of rows in a dtype, a view if the rows have it already; and of their scales."""
+    scales = b""
+    if dtype == "float8_e4m3":
+        made = rows if isinstance(rows, Fp8Rows) else quantised(rows)
+        rows, scales = made.values, made.scales.numpy().tobytes()
+    assert isinstance(rows, Tensor), "rows in FP8 that were asked for in another dtype: a bug."
+    data: Bytes = rows.to(torch_dtype(dtype)).view(torch.uint8).numpy().reshape(-1)
+    return data, scales
 
 
 async def converted(embedding: Embedding, dtype: Dtype) -> Embedding:
@@ -246,8 +279,9 @@ async def converted(embedding: Embedding, dtype: Dtype) -> Embedding:
     if embedding.dtype == dtype:
         return embedding
     rows = tensor(await here(embedding))
-    if rows.nbytes <= INLINE_BYTES:
-        data = share(as_bytes(rows, dtype))
-    else:
-        data = await asyncio.to_thread(lambda: share(as_bytes(rows, dtype)))
-    return replace(embedding, data=data, dtype=dtype)
+
+    def convert() -> Embedding:
+        data, scales = as_bytes(rows, dtype)
+        return replace(embedding, data=share(data), dtype=dtype, scales=scales)
+
+    return convert() if rows.nbytes <= INLINE_BYTES else await asyncio.to_thread(convert)

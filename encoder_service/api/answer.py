@@ -131,7 +131,8 @@ def content(embedding: Embedding) -> Document:
     if embedding.reference:
         return {"reference": embedding.reference}
     assert isinstance(embedding.data, np.ndarray), "an embedding not read yet. This is a bug."
-    return {"data": embedding.data.data}
+    scales = {"scales": embedding.scales} if embedding.scales else {}
+    return {"data": embedding.data.data} | scales
 
 
 def video_times(spec: ModelSpec, media: Media) -> Document:

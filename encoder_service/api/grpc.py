@@ -387,7 +387,7 @@ def item_message(kind: type[Message], document: Document) -> Message:
 def chunks(model: Document, document: Document, most_bytes: int) -> Iterator[bytes]:
     """One item as EncodeChunks: all fields in the first, index and data in later ones."""
     data = memoryview(document.get("data", b""))
-    item = item_message(pb.Embedding, without(without(document, "data"), "timings"))
+    item = item_message(pb.Embedding, without(document, "data", "timings"))
     timings = pb.Timings(**document.get("timings", {}))
     for start in range(0, max(1, len(data)), most_bytes):
         end = start + most_bytes

@@ -83,6 +83,11 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
                 options = options.model_copy(update={"dtype": "float32"})
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
+            if options.dtype == "float8_e4m3" and (accept == NPZ or options.encoding == "float"):
+                raise InvalidOption(
+                    "options.dtype: float8_e4m3 saves nothing in npz and lists of numbers: ask for "
+                    "float32, or for another format"
+                )
             document = await service.encode(items, options, request.state.exchange, take)
         return await rendered(request, document, accept, options.encoding or "base64")
 

@@ -81,7 +81,8 @@ class RequestOptions(KwargsFields):
     dtype: Dtype = Field(
         "bfloat16",
         description="If not given: float32 for rows in a JSON or npz response, otherwise "
-        "bfloat16. In npz, bfloat16 becomes float32.",
+        "bfloat16. In npz, bfloat16 becomes float32. float8_e4m3: e4m3fn, with a scale for each "
+        "row; not for npz, nor for lists of numbers.",
         json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
@@ -172,6 +173,11 @@ class ItemDocument(BaseModel):
         None,
         description="Row-major, little-endian; base64 in JSON, bytes in msgpack. "
         "Absent with `reference`.",
+    )
+    scales: str | None = Field(
+        None,
+        description="With float8_e4m3: float32, little-endian, one for each row, by which its "
+        "values are multiplied.",
     )
     reference: str | None = Field(None, description="Id for GET /v1/embeddings/{id}.")
     digest: str = Field(description="SHA-256 of the item's bytes.")

@@ -21,7 +21,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.families.registry import read
-from actors.types import DTYPE_BYTES, Embedding, SharedBytes
+from actors.types import DTYPE_BYTES, Dtype, Embedding, SharedBytes
 from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
@@ -56,6 +56,8 @@ class Load:
     requests: int
     seconds: float
     protocol: Protocol = "http"
+    dtype: Dtype = "bfloat16"
+    """Of the embeddings."""
     timeout_seconds: float = 120
     """Per request."""
     per_second: float | None = None
@@ -93,9 +95,9 @@ class Result:
         return sum(getattr(one, name) for one in self.answered)
 
 
-def over_wire(transport: Transport, protocol: Protocol) -> Encode:
+def over_wire(transport: Transport, protocol: Protocol, dtype: Dtype) -> Encode:
     reference = protocol in ("reference", "grpc_reference")
-    options = {"dtype": "bfloat16"} | ({"reference": True} if reference else {})
+    options = {"dtype": dtype} | ({"reference": True} if reference else {})
     call = transport.encode
     if protocol == "grpc" and isinstance(transport, GrpcTransport):
         call = transport.encode_at_once
@@ -109,7 +111,7 @@ def over_wire(transport: Transport, protocol: Protocol) -> Encode:
     return encode
 
 
-def by_handle(options: ServiceOptions, timeout_seconds: float) -> Encode:
+def by_handle(options: ServiceOptions, dtype: Dtype, timeout_seconds: float) -> Encode:
     """Reads image headers and calls the Router deployment; embeddings stay in shared memory."""
     from ray import serve
 
@@ -120,7 +122,7 @@ def by_handle(options: ServiceOptions, timeout_seconds: float) -> Encode:
         media = [probe(image, "image", spec, options.limits) for image in images]
         found: list[Embedding] = []
         try:
-            for answer in await router.encode.remote(media, "bfloat16", timeout_seconds):
+            for answer in await router.encode.remote(media, dtype, timeout_seconds):
                 if not isinstance(answer, Embedding):
                     raise answer
                 found.append(answer)
@@ -205,11 +207,12 @@ class CallerProcess:
         """Sends its part of the load. `turn` is different in every call to this process."""
         pictures = pictures_of(kinds, self.place, turn)
         if load.protocol == "handle":
-            return await send(by_handle(self.options, load.timeout_seconds), load, pictures)
+            handle = by_handle(self.options, load.dtype, load.timeout_seconds)
+            return await send(handle, load, pictures)
         url = self.where.grpc if load.protocol.startswith("grpc") else self.where.http
         transport = connect(url, None, load.timeout_seconds)
         try:
-            return await send(over_wire(transport, load.protocol), load, pictures)
+            return await send(over_wire(transport, load.protocol, load.dtype), load, pictures)
         finally:
             await transport.close()
 

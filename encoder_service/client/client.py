@@ -100,6 +100,9 @@ class AsyncClient:
         instead of a list and for what is no source, such as an array. With on_error "return" an
         item's error takes its embedding's place.
 
+        `dtype`: bfloat16, float16 or float32; or float8_e4m3, half the bytes of bfloat16 with a
+        larger error (docs/api.md), which `numpy` and `torch` of an Embedding widen.
+
         With `reference` the service keeps the embeddings for a while and sends only their ids,
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
         changes from frame to frame. `options` hold for every source whose kind takes them and that

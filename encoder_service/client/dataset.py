@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack
+from typing import Any, Literal, Protocol, Unpack, get_args
 
 from PIL import Image
 from rich.console import Console
@@ -65,9 +65,12 @@ Samples = str | Path | Iterable[str | Path] | Iterable[Mapping[str, Any]]
 """A folder or a file, several of them, or rows with an image in a column (as of `datasets`)."""
 
 
+DatasetDtype = Literal["bfloat16", "float16", "float32"]
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetOptions:
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: DatasetDtype = "bfloat16"
     format: Literal["safetensors", "parquet"] = "safetensors"
     """parquet needs pyarrow."""
     shard_bytes: int = 2**28
@@ -114,6 +117,8 @@ async def encode_dataset(
 ) -> Written:
     if options.format == "parquet" and find_spec("pyarrow") is None:
         raise ValueError("parquet needs pyarrow: pip install pyarrow, or use safetensors")
+    if options.dtype not in (known := get_args(DatasetDtype)):
+        raise ValueError(f"dtype is {options.dtype!r}: datasets have {', '.join(known)}")
     if options.concurrency < 1:
         raise ValueError(f"concurrency is {options.concurrency}: it must be at least 1")
     with locked(out):

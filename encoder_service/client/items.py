@@ -129,7 +129,7 @@ class Embedding:
     shape: tuple[int, ...]
     """Tokens, width."""
     data: bytes | bytearray = field(repr=False, hash=False)
-    """Row-major, little-endian."""
+    """Row-major, little-endian. Of float8_e4m3: to be multiplied by `scales`."""
     digest: str
     """Hexadecimal SHA-256 of the item's bytes."""
     source: str
@@ -154,18 +154,29 @@ class Embedding:
     pruned: the indices of these rows among all rows of the grid. Empty: it has all."""
     reference: str = ""
     """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
+    scales: bytes | bytearray = field(default=b"", repr=False, hash=False)
+    """Of float8_e4m3: float32 [tokens], little-endian."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
     """Of the whole request, in milliseconds: "total_ms", and the longest of each stage."""
 
     def numpy(self) -> npt.NDArray[Any]:
-        """[tokens, width]. bfloat16, which numpy lacks, becomes float32; others are read-only."""
-        return to_array(memoryview(self.rows()).toreadonly(), self.dtype, self.shape)
+        """[tokens, width]. bfloat16 and float8_e4m3, which numpy lacks, become float32; others are
+        read-only."""
+        data = memoryview(self.rows()).toreadonly()
+        return to_array(data, self.dtype, self.shape, self.scales)
 
     def torch(self) -> torch.Tensor:
-        """[tokens, width] on the CPU, in its own dtype. Needs torch."""
+        """[tokens, width] on the CPU, in its own dtype; float8_e4m3 becomes bfloat16. Needs torch.
+
+        The quantised values are `torch.frombuffer(data, dtype=torch.float8_e4m3fn)`.
+        """
         import torch
 
         memory = torch.frombuffer(bytearray(self.rows()), dtype=torch.uint8)
+        if self.dtype == "float8_e4m3":
+            values = memory.view(torch.float8_e4m3fn).view(self.shape)
+            scales = torch.frombuffer(bytearray(self.scales), dtype=torch.float32)
+            return values.float().mul_(scales[:, None]).bfloat16()
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
 
     def to_vllm(self) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -15,6 +14,7 @@ import msgpack
 from yarl import URL
 
 from encoder_service.client.items import ServiceError, service_error
+from encoder_service.client.receiving import Takeover, read_embeddings
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
 
@@ -26,9 +26,6 @@ IDLE_SECONDS = 5.0
 HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
-MOST_HEADER_BYTES = 2**26
-"""Of a response in safetensors: everything but the rows."""
-MOST_ROWS_BYTES = 2**31  # more than any limits.max_response_bytes
 LARGEST_KEPT_BYTES = 2**25 - 2**16
 """Of one block of memory: just below the most that glibc keeps, 32 MiB."""
 
@@ -124,9 +121,14 @@ class HttpTransport:
         content_type: str = MSGPACK,
     ) -> Document:
         document: Document = await self.request(
-            method, path, body, read_document, accept, content_type
+            method, path, body, self.read_document, accept, content_type
         )
         return document
+
+    async def read_document(self, response: aiohttp.ClientResponse) -> Document:
+        if response.content_type == SAFETENSORS:
+            return await read_embeddings(response.content, Takeover(response, self.timeout_seconds))
+        return read_json(await response.read())
 
     async def request(
         self,
@@ -197,50 +199,6 @@ def unreachable(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientResponseError):
         return f"this is no HTTP: is it the gRPC port (grpc://HOST:PORT)? ({reason})"
     return f"the connection failed ({reason})"
-
-
-async def read_document(response: aiohttp.ClientResponse) -> Document:
-    if response.content_type == SAFETENSORS:
-        return await read_embeddings(response.content)
-    return read_json(await response.read())
-
-
-async def read_embeddings(content: aiohttp.StreamReader) -> Document:
-    """A response in safetensors: its document, each item's "data" a buffer of its own.
-
-    Rows are copied once, from the pieces that arrive. Raises WireError.
-    """
-    try:
-        length = int.from_bytes(await content.readexactly(8), "little")
-        if length > MOST_HEADER_BYTES:
-            raise WireError(f"the header has {length} bytes, over {MOST_HEADER_BYTES}")
-        header = read_json(await content.readexactly(length))
-        document = read_json(header.pop("__metadata__")["answer"])
-        items = {str(item["index"]): item for item in document["items"]}
-        rest, position = memoryview(b""), 0
-        for name, tensor in header.items():
-            start, end = tensor["data_offsets"]
-            if start != position or end > MOST_ROWS_BYTES:
-                raise ValueError(f"tensor {name!r} cannot be at {start} to {end}")
-            data, position = bytearray(end - start), end
-            items[name]["data"] = data
-            left = memoryview(data)
-            while left:
-                rest = rest or memoryview(await content.readany())
-                if not rest:
-                    raise WireError("the response ends within an embedding")
-                count = min(len(left), len(rest))
-                left[:count] = rest[:count]
-                left, rest = left[count:], rest[count:]
-        if rest or await content.readany():  # a connection is used again if it was read to its end
-            raise WireError("the response goes on after its embeddings")
-    except asyncio.IncompleteReadError:
-        raise WireError("the response ends within its header") from None
-    except (KeyError, TypeError, AttributeError, ValueError, OverflowError, MemoryError) as error:
-        if isinstance(error, WireError):
-            raise
-        raise WireError(f"not a response of this service: {error!r}") from error
-    return document
 
 
 def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:

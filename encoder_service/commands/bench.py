@@ -27,7 +27,7 @@ from actors.options import (
     PreprocessOptions,
 )
 from actors.spec.checkpoint import preset_names
-from actors.types import Size
+from actors.types import Dtype, Size
 from encoder_service.bench.mix import VARIANTS, Protocol, parse_mix, picture
 from encoder_service.bench.report import (
     DEFAULT,
@@ -101,6 +101,9 @@ def add_serve(kinds: Any) -> None:
         "inside Ray), separated by commas",
     )
     parser.add_argument(
+        "--dtype", default="bfloat16", choices=get_args(Dtype), help="of the embeddings"
+    )
+    parser.add_argument(
         "--policy",
         type=one_or_several(get_args(Policy), "policies"),
         help=f"one or several of {', '.join(get_args(Policy))}, separated by commas "
@@ -154,6 +157,7 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
             concurrency=options.concurrency,
             requests=options.requests or (200 if unbounded else 2**31),
             seconds=options.seconds or math.inf,
+            dtype=options.dtype,
         ),
         policies=options.policy or [service.router.policy],
         protocols=options.protocol,

@@ -7,14 +7,21 @@ import asyncio
 import os
 import signal
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from rich.console import Console
 from rich.markup import escape
 
 from actors.errors import ConfigError
 from encoder_service.client import AsyncClient, DatasetOptions, ServiceError
-from encoder_service.client.dataset import MANIFEST, SKIPPED, Manifest, Written, result
+from encoder_service.client.dataset import (
+    MANIFEST,
+    SKIPPED,
+    DatasetDtype,
+    Manifest,
+    Written,
+    result,
+)
 from encoder_service.client.items import ProcessorOptions, printable
 from encoder_service.commands import above_zero, add_command, fail, positive
 
@@ -53,7 +60,7 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--dtype",
         default="bfloat16",
-        choices=("bfloat16", "float16", "float32"),
+        choices=get_args(DatasetDtype),
         help="of the embeddings",
     )
     one_of = parser.add_mutually_exclusive_group()

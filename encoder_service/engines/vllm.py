@@ -31,7 +31,7 @@ PATCHES_PER_TOKEN = 4
 def content_part(embedding: Embedding) -> dict[str, Any]:
     """{"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
 
-    Tensors are base64 of torch.save: rows [tokens, width] in the embedding's dtype, the grid [3]
+    Tensors are base64 of torch.save: rows [tokens, width] as of Embedding.torch, the grid [3]
     int64 in patches, the times [grid t] float64 in seconds from the start of a video, or [] float64
     from one group to the next. A reference has its id as "uuid" instead of rows. Raises ValueError
     for an embedding that vLLM cannot take.

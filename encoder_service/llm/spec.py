@@ -11,7 +11,7 @@ from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import VideoSizing, VideoStyle
-from actors.types import Dtype
+from actors.types import ModelDtype
 from encoder_service.config import LlmOptions
 from encoder_service.engines.vllm import GRIDS
 
@@ -23,7 +23,7 @@ COMMON_LENGTH = 32768
 class LlmSpec:
     id: str
     revision: str | None
-    dtype: Dtype
+    dtype: ModelDtype
     dummy: bool
     """Random weights: its text means nothing."""
     deepstack: int

@@ -97,7 +97,7 @@ class Error(_message.Message):
     def __init__(self, type: _Optional[str] = ..., message: _Optional[str] = ..., item: _Optional[int] = ..., retryable: _Optional[bool] = ...) -> None: ...
 
 class Embedding(_message.Message):
-    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error", "timestamps", "second_per_grid_ts", "frame_tokens", "kept_rows")
+    __slots__ = ("index", "type", "grid_thw", "tokens", "dtype", "shape", "data", "digest", "source", "deepstack", "notice", "reference", "error", "timestamps", "second_per_grid_ts", "frame_tokens", "kept_rows", "scales")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TYPE_FIELD_NUMBER: _ClassVar[int]
     GRID_THW_FIELD_NUMBER: _ClassVar[int]
@@ -115,6 +115,7 @@ class Embedding(_message.Message):
     SECOND_PER_GRID_TS_FIELD_NUMBER: _ClassVar[int]
     FRAME_TOKENS_FIELD_NUMBER: _ClassVar[int]
     KEPT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    SCALES_FIELD_NUMBER: _ClassVar[int]
     index: int
     type: str
     grid_thw: _containers.RepeatedScalarFieldContainer[int]
@@ -132,7 +133,8 @@ class Embedding(_message.Message):
     second_per_grid_ts: float
     frame_tokens: _containers.RepeatedScalarFieldContainer[int]
     kept_rows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., frame_tokens: _Optional[_Iterable[int]] = ..., kept_rows: _Optional[_Iterable[int]] = ...) -> None: ...
+    scales: bytes
+    def __init__(self, index: _Optional[int] = ..., type: _Optional[str] = ..., grid_thw: _Optional[_Iterable[int]] = ..., tokens: _Optional[int] = ..., dtype: _Optional[str] = ..., shape: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., digest: _Optional[str] = ..., source: _Optional[str] = ..., deepstack: _Optional[int] = ..., notice: _Optional[str] = ..., reference: _Optional[str] = ..., error: _Optional[_Union[Error, _Mapping]] = ..., timestamps: _Optional[_Iterable[float]] = ..., second_per_grid_ts: _Optional[float] = ..., frame_tokens: _Optional[_Iterable[int]] = ..., kept_rows: _Optional[_Iterable[int]] = ..., scales: _Optional[bytes] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_ms", "preprocess_ms", "encode_ms", "total_ms")

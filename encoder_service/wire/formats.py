@@ -1,7 +1,8 @@
 """Documents and tensors as bytes, without torch: msgpack, JSON, safetensors, .npz.
 
 Of a document, only the "data" of its "items" is interpreted: the memory of a tensor of that item's
-"dtype" and "shape". numpy has no bfloat16, which is therefore widened to float32.
+"dtype" and "shape", with a scale for each row in "scales" if it is of float8_e4m3. numpy has
+neither float8 nor bfloat16: both become float32 there.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ EXTENSIONS = {0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)}
 CHUNK_CHARACTERS = 2**22
 """Of base64 at a time, because a call holds the GIL. Divisible by 4, three quarters of it by 3."""
 
-CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3": "F8_E4M3"}
 """The dtypes' names in safetensors files."""
-WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4}  # bytes per value
+WIDTHS = {"bfloat16": 2, "float16": 2, "float32": 4, "float8_e4m3": 1}  # bytes per value
 
 Document = dict[str, Any]
 Buffer = bytes | bytearray | memoryview | npt.NDArray[np.uint8]
@@ -126,7 +127,10 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
     pieces = [json.dumps(without(answer, "items")).encode()[:-1], b', "items": [']
     for position, item in enumerate(answer["items"]):
         pieces.append(b", " if position else b"")
-        pieces.append(json.dumps(without(item, "data"), allow_nan=False).encode())
+        fields = without(item, "data")
+        if "scales" in item:
+            fields["scales"] = base64.b64encode(item["scales"]).decode()
+        pieces.append(json.dumps(fields, allow_nan=False).encode())
         if "data" in item:
             pieces[-1] = pieces[-1][:-1]
             pieces += [b', "data": ', *data_pieces(item), b"}"]
@@ -134,7 +138,7 @@ def write_json(answer: Document, encoding: str) -> list[Piece]:
 
 
 def float_pieces(item: Document) -> Iterator[bytes]:
-    array = to_array(item["data"], item["dtype"], item["shape"])
+    array = array_of(item)
     for position, row in enumerate(array):
         yield b", " if position else b"["
         yield json.dumps(row.astype(np.float32).tolist(), allow_nan=False).encode()
@@ -149,15 +153,22 @@ def base64_pieces(item: Document) -> Iterator[bytes]:
     yield b'"'
 
 
-def without(document: Document, name: str) -> Document:
-    return {key: value for key, value in document.items() if key != name}
+def without(document: Document, *names: str) -> Document:
+    return {key: value for key, value in document.items() if key not in names}
 
 
 def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
-    """Tensors are named "0", "1", ... by index; the rest is JSON, "answer" in the metadata."""
+    """Tensors are named "0", "1", ... by index, their scales "0.scales", "1.scales", ...; the rest
+    is JSON, "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
-    items = [without(item, "data") for item in answer["items"]]
-    return to_safetensors(named, {"answer": json.dumps({**answer, "items": items})})
+    scales = {
+        f"{name}.scales": {"dtype": "float32", "shape": item["shape"][:1], "data": item["scales"]}
+        for name, item in named.items()
+        if "scales" in item
+    }
+    items = [without(item, "data", "scales") for item in answer["items"]]
+    # Scales first: they stay aligned.
+    return to_safetensors(scales | named, {"answer": json.dumps({**answer, "items": items})})
 
 
 def to_safetensors(
@@ -184,8 +195,8 @@ def to_safetensors(
 def write_npz(answer: Document, encoding: str) -> list[Piece]:
     """A file for numpy.load: arrays "0", "1", ... by index, and the rest as "answer.json"."""
     found = [item for item in answer["items"] if "data" in item]
-    arrays = {str(i["index"]): to_array(i["data"], i["dtype"], i["shape"]) for i in found}
-    items = [without(item, "data") for item in answer["items"]]
+    arrays = {str(item["index"]): array_of(item) for item in found}
+    items = [without(item, "data", "scales") for item in answer["items"]]
     file = BytesIO()
     np.savez(file, allow_pickle=False, **arrays)
     with zipfile.ZipFile(file, "a") as members:
@@ -193,11 +204,23 @@ def write_npz(answer: Document, encoding: str) -> list[Piece]:
     return [file.getbuffer()]
 
 
-def to_array(data: Buffer, dtype: str, shape: Sequence[int]) -> npt.NDArray[Any]:
-    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly.
+def array_of(item: Document) -> npt.NDArray[Any]:
+    """The tensor of an item."""
+    return to_array(item["data"], item["dtype"], item["shape"], item.get("scales", b""))
+
+
+def to_array(
+    data: Buffer, dtype: str, shape: Sequence[int], scales: Buffer = b""
+) -> npt.NDArray[Any]:
+    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly;
+    float8_e4m3 becomes float32, times its `scales`.
 
     float16 and float32 are views of `data`. Raises ValueError if the sizes do not agree.
     """
+    if dtype == "float8_e4m3":
+        values = E4M3.take(np.frombuffer(data, np.uint8)).reshape(shape)
+        values *= np.frombuffer(scales, "<f4").reshape(shape[0], 1)
+        return values
     if dtype == "bfloat16":
         upper = np.frombuffer(data, "<u2").reshape(shape)  # the upper half of a float32
         return (upper.astype("<u4") << np.uint32(16)).view("<f4")
@@ -239,6 +262,18 @@ def from_base64(text: str, where: str) -> bytes:
         return b"".join([base64.b64decode(chunk, validate=True) for chunk in chunks])
     except (binascii.Error, ValueError) as error:
         raise WireError(f"{where} is not base64: {error}") from error
+
+
+def e4m3() -> npt.NDArray[np.float32]:
+    """The value of each byte: a sign, four bits of exponent, three of mantissa; no infinities."""
+    exponent, mantissa = np.divmod(np.arange(128), 8)
+    normal = np.ldexp((8 + mantissa).astype(np.float32), exponent - 10)
+    found = np.where(exponent > 0, normal, np.ldexp(mantissa.astype(np.float32), -9))
+    found[-1] = np.nan
+    return np.concatenate([found, -found])
+
+
+E4M3 = e4m3()
 
 
 def as_map(document: Any) -> Document:

@@ -7,7 +7,7 @@ module of a request router (pinned.py) by value, so that state there would be a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -52,12 +52,14 @@ class Fleet(Protocol):
         *,
         keep: bool,
         waiting_per_sent: float,
+        early: Callable[[Reply], None] | None,
     ) -> Reply:
         """The answers of one replica, in order, and what it still has to do.
 
         `keep`: it keeps the embeddings for a while, each has its id and no data.
-        `waiting_per_sent`: patches that wait for the replica, for the autoscaler. Raises ShardLost,
-        or a ServiceError for all items.
+        `waiting_per_sent`: patches that wait for the replica, for the autoscaler. `early`: is given
+        answers as they come, except the last. Raises ShardLost, or a ServiceError, for all items
+        that were not answered early.
         """
 
     async def check(self, replica: str) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import errno
 import logging
 import os
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing, suppress
 from itertools import count
 from typing import Any
 
@@ -58,8 +59,15 @@ class ReplicaChannel:
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
 
-    async def call(self, method: str, request: Fields, timeout_seconds: float | None = None) -> Any:
-        """The reply to a `method` of replica.proto's Call. Cancelling it cancels the call.
+    async def call(
+        self,
+        method: str,
+        request: Fields,
+        timeout_seconds: float | None = None,
+        early: Callable[[Any], Awaitable[None]] | None = None,
+    ) -> Any:
+        """The reply to a `method` of replica.proto's Call. Cancelling it cancels the call. `early`
+        is given replies before the last, one after the other.
 
         Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
         """
@@ -70,8 +78,14 @@ class ReplicaChannel:
             small = method != "encode"
             if small not in self._streams or self._streams[small].ended:
                 self._streams[small] = ReplicaStream(self._channel, self.endpoint.token)
-            async with asyncio.timeout(timeout_seconds):
-                outcome = await self._streams[small].outcome(number, data)
+            outcomes = self._streams[small].outcomes(number, data)
+            async with asyncio.timeout(timeout_seconds), aclosing(outcomes):
+                async for outcome in outcomes:
+                    if outcome.HasField("error"):
+                        raise error_of(outcome.error)
+                    reply = getattr(outcome, method)
+                    if early and is_early(outcome):
+                        await early(reply)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the replica did not answer within the time that was left"
@@ -79,9 +93,7 @@ class ReplicaChannel:
         finally:
             self._calls -= 1
             self._close_if_done()
-        if outcome.HasField("error"):
-            raise error_of(outcome.error)
-        return getattr(outcome, method)
+        return reply
 
     async def reach(self) -> None:
         """Returns if the node accepts or refuses a connection. Raises OSError if it is cut off."""
@@ -113,24 +125,29 @@ class ReplicaStream:
         self._unsent: dict[int, bytes] = {}
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
         """Ids in `_unsent`, unless dropped. None: the stream has ended."""
-        self._waiting: dict[int, asyncio.Future[pb.Outcome]] = {}
+        self._waiting: dict[int, asyncio.Queue[pb.Outcome | ShardLost]] = {}
         self._writer: asyncio.Task[None] | None = None
         self._reader = detached(self._read(channel, token))
 
-    async def outcome(self, number: int, call: bytes) -> pb.Outcome:
-        """Of the call with this id. Raises ShardLost."""
-        outcome: asyncio.Future[pb.Outcome] = asyncio.Future()
-        self._waiting[number] = outcome
+    async def outcomes(self, number: int, call: bytes) -> AsyncGenerator[pb.Outcome]:
+        """Of the call with this id, which is cancelled if not all are taken. Raises ShardLost."""
+        found: asyncio.Queue[pb.Outcome | ShardLost] = asyncio.Queue()
+        self._waiting[number] = found
         self._send(number, call)
+        more = True
         try:
-            return await outcome
-        except asyncio.CancelledError:
-            if self._unsent.pop(number, None) is None:  # it was sent
-                self._send(number, serialized(pb.Call(id=number, cancel={})))
-            raise
+            while more:
+                outcome = await found.get()
+                if isinstance(outcome, ShardLost):
+                    more = False
+                    raise outcome
+                more = is_early(outcome)
+                yield outcome
         finally:
             self._waiting.pop(number, None)
-            del outcome  # a failure's traceback would refer to it, in a cycle
+            if more and self._unsent.pop(number, None) is None:  # it was sent
+                self._send(number, serialized(pb.Call(id=number, cancel={})))
+            outcome = None  # a failure's traceback would refer to it, in a cycle
 
     def _send(self, number: int, message: bytes) -> None:
         if not self.ended:
@@ -152,8 +169,8 @@ class ReplicaStream:
             self._writer = detached(self._write(stream))
             begun = any(key == BEGUN_KEY for key, _ in await stream.initial_metadata())
             async for outcome in stream:
-                if (waiting := self._waiting.get(outcome.id)) and not waiting.done():
-                    waiting.set_result(outcome)
+                if waiting := self._waiting.get(outcome.id):
+                    waiting.put_nowait(outcome)
                 del outcome, waiting  # it may be large, and the next one may be long in coming
         except grpc.aio.AioRpcError as error:
             lost = failure(error, begun=begun)
@@ -165,10 +182,14 @@ class ReplicaStream:
         self.ended = True
         self._order.put_nowait(None)
         for number, waiting in self._waiting.items():
-            if not waiting.done():
-                never_sent = number in self._unsent
-                waiting.set_exception(ReplicaUnreachable(str(lost)) if never_sent else lost)
+            never_sent = number in self._unsent
+            waiting.put_nowait(ReplicaUnreachable(str(lost)) if never_sent else lost)
         self._unsent.clear()
+
+
+def is_early(outcome: pb.Outcome) -> bool:
+    """Whether another outcome of the same call follows."""
+    return bool(outcome.HasField("encode") and outcome.encode.more)
 
 
 def failure(error: grpc.aio.AioRpcError, *, begun: bool) -> ShardLost:

@@ -7,7 +7,7 @@ handed over by a call of Ray, because object references only travel through Ray.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -133,23 +133,36 @@ class ServeFleet:
         *,
         keep: bool = False,
         waiting_per_sent: float = 0,
+        early: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Cancelling it cancels the call."""
         patches = sum(item.plan.patches for item in media)
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            call = EncodeCall(media, dtype, timeout_seconds, ORIGIN.get(), keep, waiting_per_sent)
+            origin, in_parts = ORIGIN.get(), early is not None
+            call = EncodeCall(
+                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts
+            )
             request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive
+
+            def received(message: Any, rows: list[SharedBytes]) -> Reply:
+                reply = reply_of(message, rows)
+                found = [one for one in reply.answers if isinstance(one, Embedding)]
+                self._metrics.bytes.labels("rows", where).inc(sum(one.size_bytes for one in found))
+                return reply
+
             self._metrics.bytes.labels("items", where).inc(sum(one.size_bytes for one in media))
-            message, rows = await self._call(
-                replica, "encode", request, timeout_seconds + GRACE_SECONDS
+            return received(
+                *await self._call(
+                    replica,
+                    "encode",
+                    request,
+                    timeout_seconds + GRACE_SECONDS,
+                    early and (lambda message, rows: early(received(message, rows))),
+                )
             )
-            reply = reply_of(message, rows)
-            embeddings = [one for one in reply.answers if isinstance(one, Embedding)]
-            self._metrics.bytes.labels("rows", where).inc(sum(one.size_bytes for one in embeddings))
-            return reply
 
     async def check(self, replica: str) -> None:
         await self._call(replica, "check", {})
@@ -213,13 +226,24 @@ class ServeFleet:
             ) from error
 
     async def _call(
-        self, replica: str, method: str, request: Fields, timeout_seconds: float | None = None
+        self,
+        replica: str,
+        method: str,
+        request: Fields,
+        timeout_seconds: float | None = None,
+        early: Callable[[Any, list[SharedBytes]], None] | None = None,
     ) -> tuple[Any, list[SharedBytes]]:
-        """The reply, and the rows in shared memory that belong to it."""
+        """The reply, and the rows in shared memory that belong to it. `early` is given those of
+        replies before the last."""
         # Taken before the call: a draining replica answers, but is no longer listed.
         channel, hand_over = self._connection(replica)
+
+        async def take_early(reply: Any) -> None:
+            assert early, "a reply in parts that nobody asked for. This is a bug."
+            early(reply, await hand_over.take(reply.ticket))
+
         try:
-            reply = await channel.call(method, request, timeout_seconds)
+            reply = await channel.call(method, request, timeout_seconds, take_early)
         except ShardLost:
             self._confirm(replica)
             raise

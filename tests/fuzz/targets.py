@@ -25,7 +25,7 @@ from encoder_service.api.auth import Tokens
 from encoder_service.api.grpc import EncoderCalls
 from encoder_service.api.http import ENCODE_PATH, build, choose
 from encoder_service.client.items import read_items
-from encoder_service.client.transports import read_embeddings
+from encoder_service.client.receiving import read_embeddings
 from encoder_service.config import AuthOptions, FetchOptions, LimitOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.intake.media import probe

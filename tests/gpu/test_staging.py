@@ -78,6 +78,24 @@ def test_packs_of_items_from_host_and_device(device: Device) -> None:
     engine.close()
 
 
+def test_rows_of_one_pack_leave_in_fp8_and_as_they_are(device: Device) -> None:
+    limits = Capacity((BUDGETS,), (BUDGETS[-1],), items=32, frames=0)
+    tower, metrics, random = QuietToy(), EncoderMetrics(), Random(0)
+    engine = Engine(tower, capture(tower, limits, device, metrics), limits, device, metrics)
+    items = [toy_item(random.randint(1, 200), seed) for seed in range(400)]
+    for item in items:
+        item.in_fp8 = random.random() < 0.5
+    answers = [engine.submit(item) for item in items]
+    for item, answer in zip(items, answers, strict=True):
+        rows = answer.result(60).rows
+        if not item.in_fp8:
+            assert torch.equal(rows, toy_rows(item))
+            continue
+        assert rows.values.device.type == rows.scales.device.type == "cpu"
+        torch.testing.assert_close(rows.float(), toy_rows(item), rtol=2**-4, atol=1e-3)
+    engine.close()
+
+
 def test_packs_on_the_device_keep_their_inputs(device: Device) -> None:
     tower, random = SlowToy(), Random(1)
     graphs = GraphSet(tower, "default", BUDGETS, Segments(32), device)

@@ -267,7 +267,7 @@ class Encoders(Fleet):
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, **_: Any
     ) -> list[Answer]:
-        return await self.pipeline.encode(media, dtype, timeout_seconds)
+        return list((await self.pipeline.encode(media, dtype, timeout_seconds)).values())
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,7 @@ class StandIn:
         origin: Origin = NOBODY,
         keep: bool = False,
         waiting_per_sent: float = 0,
+        early: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Data is the digest of each item, as bytes."""
         patches = sum(item.plan.patches for item in media)

@@ -52,10 +52,13 @@ class MemoryFleet:
         *,
         keep: bool,
         waiting_per_sent: float,
+        early: Callable[[Reply], None] | None,
     ) -> Reply:
         self.calls.append((replica, [item.digest for item in media]))
         self.waiting_per_sent = waiting_per_sent
         try:
+            if early:
+                return await self.in_parts(replica, media, timeout_seconds, early)
             answers = await self.behaviour(replica, media, timeout_seconds)
             if keep:
                 answers = [self.kept(answer) for answer in answers]
@@ -63,6 +66,29 @@ class MemoryFleet:
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
+
+    async def in_parts(
+        self,
+        replica: str,
+        media: list[Media],
+        timeout_seconds: float,
+        early: Callable[[Reply], None],
+    ) -> Reply:
+        """Each item is answered by itself, the last one in the reply."""
+        tasks = {
+            asyncio.ensure_future(self.behaviour(replica, [one], timeout_seconds)): place
+            for place, one in enumerate(media)
+        }
+        try:
+            while len(tasks) > 1:
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in list(done)[: len(tasks) - 1]:
+                    early(Reply(task.result(), 0, 0, (tasks.pop(task),)))
+            ((last, place),) = tasks.items()
+            return Reply(await last, 0, 0, (place,))
+        finally:
+            for task in tasks:
+                task.cancel()
 
     def kept(self, answer: Answer) -> Answer:
         """Under an id like no other's."""

@@ -6,6 +6,7 @@ row's largest value becomes 448, and what is below 2 ** -9 of its scale becomes 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ TINY = 1e-12
 """Rows whose largest value is below this are zero."""
 FEWEST_ROWS = 1024
 """Fewer rows are faster in 16 bits: on an H200 400 were 15 % slower in FP8, 2304 faster."""
+BLOCK_ROWS = 8
+"""What the CPU quantises at a time: its caches hold what that allocates."""
 CAPABILITY = (8, 9)
 """The first with FP8 tensor cores."""
 
@@ -37,6 +40,11 @@ class Fp8Rows:
     def float(self) -> Tensor:
         return self.values.float() * self.scales[:, None]
 
+    @classmethod
+    def cat(cls, parts: Sequence[Fp8Rows]) -> Fp8Rows:
+        values = torch.cat([part.values.view(torch.uint8) for part in parts])
+        return cls(values.view(torch.float8_e4m3fn), torch.cat([part.scales for part in parts]))
+
 
 Matrix = Tensor | Fp8Rows
 
@@ -46,9 +54,13 @@ def values(matrix: Matrix) -> Tensor:
 
 
 def quantised(x: Tensor) -> Fp8Rows:
-    """x [rows, columns] in plain torch. On CUDA kernels/triton/elementwise.py is faster."""
-    x = x.float()
-    scales = x.abs().amax(-1).clamp(min=TINY) / LARGEST
+    """x [rows, columns] in plain torch. On CUDA kernels/triton/elementwise.py is faster.
+
+    A row with an infinite value, or with one that is not a number, has no number left.
+    """
+    if x.device.type == "cpu" and len(x) > BLOCK_ROWS:
+        return Fp8Rows.cat([quantised(part) for part in x.split(BLOCK_ROWS)])
+    scales = x.abs().amax(-1).float().clamp(min=TINY) / LARGEST
     return Fp8Rows((x / scales[:, None]).to(torch.float8_e4m3fn), scales)
 
 

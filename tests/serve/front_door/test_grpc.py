@@ -92,6 +92,14 @@ def test_a_stream_gives_items_in_chunks(stub: EncoderStub) -> None:
     assert (failed.error.type, failed.error.item) == ("invalid_request", 2)
 
 
+def test_scales_are_beside_the_rows(stub: EncoderStub) -> None:
+    sent = request(jpeg(96, 64), dtype="float8_e4m3")
+    (whole,) = stub.Encode(sent, metadata=METADATA).items
+    (chunk,) = stub.EncodeStream(sent, metadata=METADATA)
+    assert (whole.dtype, len(whole.data), len(whole.scales)) == ("float8_e4m3", 6 * WIDTH, 6 * 4)
+    assert (chunk.embedding.data, chunk.embedding.scales) == (whole.data, whole.scales)
+
+
 def test_a_plan_says_what_encoding_gives(stub: EncoderStub, cluster: Cluster) -> None:
     sent = request(jpeg(96, 64), b"nothing", on_error="return")
     plans, items = (call(sent, metadata=METADATA).items for call in (stub.Plan, stub.Encode))

@@ -21,7 +21,7 @@ import ray
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader, RowsRefused
 from encoder_service import cli
-from encoder_service.wire.formats import NPZ, SAFETENSORS
+from encoder_service.wire.formats import NPZ, SAFETENSORS, to_array
 from tests.images import encoded, jpeg, opened
 from tests.processes import actors
 from tests.responses import parse_response
@@ -136,6 +136,25 @@ def test_head_gzip_and_accept_pass_the_proxy(client: httpx.Client) -> None:
             assert items(answer)[0]["data"] == rows
     assert error(client.post("/v1/encode", content=gzip.compress(body)[:-1], headers=sent), 400)
     assert error(client.post("/v1/encode", content=body, headers={"accept": "text/html"}), 406)
+
+
+def test_float8_has_a_scale_for_each_row(client: httpx.Client) -> None:
+    image = jpeg(128, 96)
+    rows = np.frombuffer(items(encode(client, image, dtype="float32"))[0]["data"], "<f4")
+    for accept in ("*/*", "application/json", SAFETENSORS):
+        body = {"items": [{"data": b64(image)}], "options": {"dtype": "float8_e4m3"}}
+        (one,) = items(client.post("/v1/encode", json=body, headers={"accept": accept}))
+        found = to_array(one["data"], one["dtype"], one["shape"], one["scales"])
+        assert len(one["data"]) == one["tokens"] * WIDTH
+        largest = np.abs(rows.reshape(found.shape)).max(1, keepdims=True)
+        assert (np.abs(found - rows.reshape(found.shape)) <= largest / 16).all()
+    (kept,) = items(encode(client, image, dtype="float8_e4m3", reference=True))
+    fetched = client.get(f"/v1/embeddings/{kept['reference']}", headers={"accept": SAFETENSORS})
+    assert (items(fetched)[0]["data"], items(fetched)[0]["scales"]) == (one["data"], one["scales"])
+    for accept, options in ((NPZ, {}), ("application/json", {"encoding": "float"})):
+        body["options"] = {"dtype": "float8_e4m3"} | options
+        refused = client.post("/v1/encode", json=body, headers={"accept": accept})
+        assert "ask for float32" in error(refused, 422)["message"]
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 2), ("float16", 2), ("float32", 4)])

@@ -76,8 +76,9 @@ def media(of: Pipeline, width: int) -> Media:
 
 async def keep(of: Pipeline, *widths: int, dtype: Any = "float32") -> list[str]:
     answers = await of.encode([media(of, width) for width in widths], dtype, 20, keep=True)
-    names = []
-    for answer in answers:
+    names: list[str] = []
+    for place in range(len(widths)):
+        answer = answers[place]
         assert isinstance(answer, Embedding), answer
         names.append(answer.reference.partition(".")[2])
     return names

@@ -26,7 +26,7 @@ from actors.store import writer as writing
 from actors.store.kept import PendingWrite
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
-from actors.types import Answer, Dtype, Embedding, Item, Media, SharedBytes, Size
+from actors.types import Answer, Dtype, Embedding, Item, Media, Reply, SharedBytes, Size
 from tests.images import jpeg
 
 
@@ -72,7 +72,11 @@ class Rig:
         return Media("image", jpeg(width, 64) if data is None else data, plan, str(width))
 
     def begin(self, media: Sequence[Media], seconds: float = 60) -> asyncio.Task[list[Answer]]:
-        return asyncio.create_task(self.pipeline.encode(media, "float32", seconds))
+        return asyncio.create_task(self.encode(media, seconds))
+
+    async def encode(self, media: Sequence[Media], seconds: float, **options: Any) -> list[Answer]:
+        answers = await self.pipeline.encode(media, "float32", seconds, **options)
+        return [answers[place] for place in sorted(answers)]
 
     async def hold(self) -> None:
         """Closes the gate behind one item, so that what comes next has to wait."""
@@ -104,6 +108,49 @@ async def until(true: Callable[[], bool]) -> None:
     while not true():
         assert time.monotonic() < end
         await asyncio.sleep(0.005)
+
+
+def test_answers_come_early_in_groups_that_leave_the_engine_together(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.hold()
+        media = [rig.media(32 * n) for n in range(1, 9)]
+        media[3] = rig.media(64, b"no image")
+        parts: list[Reply] = []
+        call = asyncio.create_task(rig.pipeline.encode(media, "float32", 60, early=parts.append))
+        await until(lambda: rig.ready(7) and bool(parts))
+        assert [part.places for part in parts] == [(3,)], "it fails before the others are encoded"
+        rig.gate.set()
+        last = await call
+        answers = {
+            place: one
+            for part in parts
+            for place, one in zip(part.places, part.answers, strict=True)
+        }
+        assert sorted([*answers, *last]) == list(range(8))
+        for place, answer in (answers | last).items():
+            if place == 3:
+                assert isinstance(answer, InvalidMedia)
+            else:
+                assert isinstance(answer, Embedding)
+                assert answer.grid_thw == media[place].plan.grid_thw
+        assert len(parts) <= len(rig.written), "what was written together is answered together"
+
+    asyncio.run(run())
+
+
+def test_what_is_late_is_answered_with_the_last(rig: Rig) -> None:
+    async def run() -> None:
+        await rig.hold()
+        media = [rig.media(32), rig.media(64, b"no image"), rig.media(96)]
+        parts: list[Reply] = []
+        last = await rig.pipeline.encode(media, "float32", 0.5, early=parts.append)
+        assert [part.places for part in parts] == [(1,)]
+        assert {place: type(answer) for place, answer in last.items()} == {
+            0: DeadlineExceeded,
+            2: DeadlineExceeded,
+        }
+
+    asyncio.run(run())
 
 
 def test_each_item_gets_its_own_rows(rig: Rig) -> None:
@@ -252,7 +299,7 @@ class Kept:
     async def keep(self, *widths: int) -> list[str]:
         """Encodes these; their names."""
         media = [self.rig.media(width) for width in widths]
-        answers = await self.rig.pipeline.encode(media, "float32", 20, keep=True)
+        answers = await self.rig.encode(media, 20, keep=True)
         for answer in answers:
             assert isinstance(answer, Embedding)
             assert (answer.reference.partition(".")[0], len(answer.data)) == ("one", 0)  # type: ignore[arg-type]

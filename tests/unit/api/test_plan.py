@@ -86,7 +86,7 @@ class Encoding(Fleet):
     ) -> list[Answer]:
         self.calls.append((dtype, timeout_seconds))
         self.plans = [one.plan for one in media]
-        return await self.pipeline.encode(media, dtype, timeout_seconds)
+        return list((await self.pipeline.encode(media, dtype, timeout_seconds)).values())
 
 
 @asynccontextmanager

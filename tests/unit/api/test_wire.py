@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load
 
 from actors.errors import NotAcceptable
+from actors.kernels.gemm.fp8 import Fp8Rows, quantised
 from encoder_service.api.http import choose
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
@@ -34,7 +35,7 @@ from encoder_service.wire.formats import (
     read_msgpack,
     to_array,
 )
-from tests.responses import parse_response
+from tests.responses import octets, parse_response
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -59,6 +60,15 @@ def document(dtype: str = "bfloat16") -> tuple[dict[str, Any], torch.Tensor]:
     return answer, rows
 
 
+def scaled_document() -> tuple[dict[str, Any], Fp8Rows]:
+    """The same in float8_e4m3."""
+    answer, rows = document("float32")
+    made = quantised(rows)
+    scaled = {"data": octets(made.values), "scales": octets(made.scales)}
+    answer["items"][0] |= {"dtype": "float8_e4m3"} | scaled
+    return answer, made
+
+
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize(
     ("accept", "encoding"),
@@ -73,6 +83,35 @@ def test_responses_survive_every_format(dtype: str, accept: str, encoding: str) 
     assert item == {key: value for key, value in answer["items"][0].items() if key != "data"}
     assert read["items"][1] == answer["items"][1]
     assert {**read, "items": 0} == {**answer, "items": 0}
+
+
+@pytest.mark.parametrize("accept", [MSGPACK, JSON, SAFETENSORS])
+def test_scales_survive(accept: str) -> None:
+    answer, rows = scaled_document()
+    read = parse_response(b"".join(WRITERS[accept](answer, "base64")), accept)
+    assert read["items"][0] == answer["items"][0] | {"data": octets(rows.values)}
+
+
+def test_scales_in_a_safetensors_file_and_in_npz() -> None:
+    answer, rows = scaled_document()
+    tensors = load(b"".join(WRITERS[SAFETENSORS](answer, "")))
+    assert torch.equal(tensors["0"].float() * tensors["0.scales"][:, None], rows.float())
+    file = np.load(BytesIO(b"".join(WRITERS[NPZ](answer, ""))))
+    assert np.array_equal(file["0"], rows.float().numpy())
+    assert "scales" not in json.loads(file["answer.json"])["items"][0]
+
+
+def test_every_value_of_float8_is_that_of_torch() -> None:
+    codes = np.arange(256, dtype=np.uint8)
+    found = to_array(codes, "float8_e4m3", (2, 128), np.array([1, 0.5], np.float32).view(np.uint8))
+    expected = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy().reshape(2, 128)
+    np.testing.assert_array_equal(found, expected * [[1], [0.5]])
+
+
+@pytest.mark.parametrize("scales", [b"", b"12", b"1" * 8])
+def test_scales_that_are_not_one_for_each_row(scales: bytes) -> None:
+    with pytest.raises(ValueError, match=r"size|shape"):
+        to_array(bytes(12), "float8_e4m3", (3, 4), scales)
 
 
 def test_safetensors_responses_are_files_for_everybody() -> None:

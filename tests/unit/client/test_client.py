@@ -18,6 +18,7 @@ import torch
 from fastapi import FastAPI, Request, Response
 
 import encoder_service
+from actors.kernels.gemm.fp8 import quantised
 from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
 from encoder_service.client.items import TOKEN, request_item, service_error
 from encoder_service.client.transports import HttpTransport
@@ -26,6 +27,7 @@ from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from encoder_service.wire.formats import write_safetensors
 from tests import images
+from tests.responses import octets
 from tests.unit.proxied import in_a_thread, listening
 
 ROWS = torch.arange(8, dtype=torch.float32).view(4, 2) / 3
@@ -39,8 +41,13 @@ def answer(index: int, data: bytes, dtype: str) -> dict[str, Any]:
     if data == b"bad":
         error = {"type": "invalid_media", "message": "no", "item": index, "retryable": False}
         return {"index": index, "type": "image", "error": error}
-    rows = ROWS.to(DTYPES[dtype])
-    return {
+    scales = {}
+    if dtype == "float8_e4m3":
+        made = quantised(ROWS)
+        rows, scales = made.values, {"scales": octets(made.scales)}
+    else:
+        rows = ROWS.to(DTYPES[dtype])
+    return scales | {
         "index": index,
         "type": "image",
         "grid_thw": [1, 4, 4],
@@ -198,6 +205,15 @@ def test_sources_and_dtypes(client: Client, tmp_path: Path, dtype: str) -> None:
         assert one.timings == TIMINGS
         assert dtype == "bfloat16" or not one.numpy().flags.writeable
     assert len(set(embeddings)) == 4
+
+
+def test_rows_with_scales(client: Client) -> None:
+    (one,) = client.encode([images.jpeg(64, 64)], dtype="float8_e4m3")
+    expected = quantised(ROWS)
+    assert (one.dtype, len(one.data), len(one.scales)) == ("float8_e4m3", 8, 16)
+    assert one.data == octets(expected.values)
+    assert np.array_equal(one.numpy(), expected.float().numpy())
+    assert torch.equal(one.torch(), expected.float().bfloat16())
 
 
 def test_errors(client: Client, protocol: str) -> None:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import gzip
 import os
+import ssl
 import subprocess
 import sys
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from platform import libc_ver
+from shutil import which
 
+import aiohttp
 import pytest
 import uvloop
 
 from encoder_service.client import ServiceError
-from encoder_service.client.transports import HttpTransport, connect
+from encoder_service.client.receiving import Space, Takeover
+from encoder_service.client.transports import CleanConnector, HttpTransport, connect
 from encoder_service.wire.formats import write_safetensors
 
 BODY = bytes(range(256)) * 12_000
@@ -145,7 +150,7 @@ ITEMS = [
     {"index": 0, "dtype": "float32", "shape": [3, 1000], "data": BODY[:12_000]},
     {"index": 1, "error": {"type": "invalid_media"}},
     {"index": 2, "dtype": "bfloat16", "shape": [0, 8], "data": b""},
-    {"index": 3, "dtype": "float16", "shape": [250_000, 2], "data": BODY[:1_000_000]},
+    {"index": 3, "dtype": "float16", "shape": [750_000, 2], "data": BODY[:3_000_000]},
 ]
 EMBEDDINGS = b"".join(write_safetensors({"model": "m", "items": ITEMS}, ""))
 
@@ -154,9 +159,17 @@ def encoded(body: bytes) -> bytes:
     return sized(body, b"content-type: application/vnd.safetensors")
 
 
-@pytest.mark.parametrize("torn", [10**9, 100_000, 777])
-def test_each_embedding_comes_whole_in_a_buffer_of_its_own(torn: int) -> None:
-    response = encoded(EMBEDDINGS)
+@pytest.mark.parametrize("torn", [10**9, 100_000, 7_777])
+def test_each_embedding_comes_whole_in_a_buffer_of_its_own(
+    torn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response, received, receive = encoded(EMBEDDINGS), list[int](), Takeover.receive
+
+    async def noted(self: Takeover, space: Space) -> None:
+        received.append(space.bytes_left)
+        await receive(self, space)
+
+    monkeypatch.setattr(Takeover, "receive", noted)
     parts = [response[at : at + torn] for at in range(0, len(response), torn)]
 
     async def run() -> None:
@@ -167,6 +180,58 @@ def test_each_embedding_comes_whole_in_a_buffer_of_its_own(torn: int) -> None:
                 rows = [item["data"] for item in document["items"] if "data" in item]
                 assert all(isinstance(one, bytearray) for one in rows)
             assert server.connections == 1
+        assert len(received) == 2
+        assert min(received) > 2_000_000, "what came after the first packets"
+
+    asyncio.run(run())
+
+
+@pytest.mark.skipif(not which("openssl"), reason="needs openssl")
+def test_embeddings_come_over_tls(tmp_path: Path) -> None:
+    key, certificate = str(tmp_path / "key"), str(tmp_path / "certificate")
+    make = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -subj /CN=x -addext subjectAltName=IP:127.0.0.1"
+    )
+    subprocess.run([*make.split(), "-keyout", key, "-out", certificate], check=True)
+    there = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    there.load_cert_chain(certificate, key)
+
+    async def run() -> None:
+        server = Server(says(encoded(EMBEDDINGS)))
+        async with await asyncio.start_server(server.serve, "127.0.0.1", 0, ssl=there) as sockets:
+            url = f"https://127.0.0.1:{sockets.sockets[0].getsockname()[1]}"
+            http = HttpTransport(url, None, 5)
+            here = ssl.create_default_context(cafile=certificate)
+            http.session = aiohttp.ClientSession(connector=CleanConnector(ssl=here))
+            for _ in range(3):
+                assert await http.encode([], {}) == {"model": "m", "items": ITEMS}
+            assert server.connections == 1
+            await http.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("begun", [1000, 500_000, 2_900_000])
+def test_embeddings_that_stop_coming(begun: int) -> None:
+    part = encoded(EMBEDDINGS)[:begun]
+
+    async def run() -> None:
+        async with client(says(part), timeout_seconds=0.3) as (http, _):
+            with pytest.raises(ServiceError) as failed:
+                await http.encode([], {})
+            assert failed.value.type == "deadline_exceeded"
+        async with client(says(part, close=True)) as (http, _):
+            with pytest.raises(ServiceError) as failed:
+                await http.encode([], {})
+            assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
+        answers = [says(part), says(encoded(EMBEDDINGS))]
+        async with client(lambda writer: answers.pop(0)(writer)) as (http, server):
+            request = asyncio.create_task(http.encode([], {}))
+            await asyncio.sleep(0.1)
+            request.cancel()
+            await asyncio.wait_for(server.left.wait(), 5)
+            assert await http.encode([], {}) == {"model": "m", "items": ITEMS}
+            assert server.connections == 2
 
     asyncio.run(run())
 

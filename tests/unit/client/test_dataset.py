@@ -464,6 +464,9 @@ def test_what_cannot_be_a_dataset(tmp_path: Path) -> None:
         write(Caller(tmp_path / "log"), ["a.jpg", "./a.jpg"], tmp_path / "1")
     with pytest.raises(ValueError, match=r"row 2: column 'image' holds no image .*picture"):
         write(Caller(tmp_path / "log"), rows(bad=True), tmp_path / "2")
+    small = DatasetOptions("float8_e4m3")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="'float8_e4m3': datasets have bfloat16, float16, float32"):
+        write(Caller(tmp_path / "log"), [], tmp_path / "3", small)
     with pytest.raises(ValueError, match="at least 1"):
         write(Caller(tmp_path / "log"), [], tmp_path / "3", DatasetOptions(concurrency=0))
 

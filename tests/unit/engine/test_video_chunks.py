@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from actors.engine.budgets import Capacity
 from actors.engine.packing import smallest_first
-from actors.engine.video_chunks import cut, joined, rows_of
+from actors.engine.video_chunks import cut, fp8_rows_of, joined, rows_of
 from actors.errors import EncodeFailed
+from actors.kernels.gemm.fp8 import quantised
 from actors.types import Bytes, Item, ItemPlan
 from tests.toy_tower import POISON, toy_item, toy_rows
 from tests.unit.engine.test_engine import Rig
@@ -120,6 +121,18 @@ def test_one_answer_of_many_chunks(room: Capacity, source: str) -> None:
     rig.engine.close()
     patches = sum(item.plan.patches for item in items)
     assert rig.sample("patches_total") == patches
+
+
+def test_chunks_in_fp8() -> None:
+    rig = Rig(ROOMY)
+    item = video(10, 10, 1)
+    item.in_fp8 = True
+    found = fp8_rows_of(rig.engine.submit(item).result(10))
+    expected = quantised(toy_rows(item))
+    assert len(item.rows) == 2
+    assert torch.equal(found.float(), expected.float())
+    assert found.scales.shape == (len(expected),)
+    rig.engine.close()
 
 
 def test_a_cancelled_video_drops_the_chunks_that_wait() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from actors.kernels.gemm.fp8 import quantised
 from actors.spec.video import retention_mask
 from actors.types import ItemPlan
 from encoder_service.client.items import Embedding
@@ -52,6 +53,19 @@ def test_rows_with_a_grid_arrive_in_vllm(family: str, grids: list[tuple[int, int
     for one, rows in zip(given, arrived, strict=True):
         assert rows.dtype is torch.bfloat16
         assert torch.equal(rows, one.torch())
+
+
+def test_rows_in_float8_arrive_as_bfloat16() -> None:
+    given = embedding()
+    made = quantised(given.torch())
+    small = replace(
+        given, dtype="float8_e4m3", data=octets(made.values), scales=octets(made.scales)
+    )
+    (arrived,) = vllm_rules.embeddings([small.to_vllm()], HIDDEN * 3)
+    rows = small.to_sglang()["precomputed_embeddings"]
+    assert arrived.dtype is rows.dtype is torch.bfloat16
+    assert torch.equal(arrived, made.float().bfloat16())
+    assert torch.equal(rows, arrived)
 
 
 @pytest.mark.parametrize("family", vllm.ROWS)

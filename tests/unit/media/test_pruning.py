@@ -145,7 +145,8 @@ def pipeline(request: pytest.FixtureRequest) -> Iterator[Pipeline]:
 
 
 def encode(pipeline: Pipeline, *sent: Media) -> list[Embedding]:
-    answers: list[Any] = asyncio.run(pipeline.encode(sent, "float32", 60))
+    by_place: dict[int, Any] = asyncio.run(pipeline.encode(sent, "float32", 60))
+    answers = [by_place[place] for place in range(len(sent))]
     assert [one for one in answers if not isinstance(one, Embedding)] == []
     return answers
 
@@ -198,7 +199,7 @@ def test_its_rows_may_be_written_after_the_answer(
     monkeypatch.setattr("actors.pipeline.INLINE_BYTES", 0)
 
     async def run() -> None:
-        (answer,) = await pipeline.encode([media(page())], "float32", 60, keep=True)
+        answer = (await pipeline.encode([media(page())], "float32", 60, keep=True))[0]
         assert isinstance(answer, Embedding)
         assert pipeline._writing_behind
         kept = await pipeline.fetch(answer.reference.rpartition(".")[2])

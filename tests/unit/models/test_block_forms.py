@@ -21,7 +21,7 @@ from actors.models.layers.block import (
 )
 from actors.models.load import build, form_of_blocks, load, tensors
 from actors.options import BlockChoice, BlockForm, ModelOptions, block_form
-from actors.types import Dtype
+from actors.types import ModelDtype
 from encoder_service import cli
 from encoder_service.api.answer import model_card
 from encoder_service.config import parse
@@ -47,14 +47,14 @@ CPU = {"device": "cpu", "num_gpus": 0}
     ],
 )
 def test_the_form_in_use(
-    asked: BlockChoice, on_cuda: bool, dtype: Dtype, fast: bool, form: BlockForm
+    asked: BlockChoice, on_cuda: bool, dtype: ModelDtype, fast: bool, form: BlockForm
 ) -> None:
     assert block_form(asked, on_cuda=on_cuda, dtype=dtype, fast=fast) == form
 
 
 @pytest.mark.parametrize("asked", ["fast", "compile"])
 @pytest.mark.parametrize(("on_cuda", "dtype"), [(False, "bfloat16"), (True, "float32")])
-def test_forms_for_cuda_in_16_bits(asked: BlockChoice, on_cuda: bool, dtype: Dtype) -> None:
+def test_forms_for_cuda_in_16_bits(asked: BlockChoice, on_cuda: bool, dtype: ModelDtype) -> None:
     with pytest.raises(ConfigError, match=rf"graphs\.blocks is {asked}.*graphs\.blocks to auto"):
         block_form(asked, on_cuda=on_cuda, dtype=dtype, fast=True)
 

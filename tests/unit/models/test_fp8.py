@@ -92,6 +92,15 @@ def test_every_row_has_a_scale_of_its_own() -> None:
     assert torch.allclose(rows.float().abs().amax(1), x.abs().amax(1), rtol=1e-6)
 
 
+def test_what_has_no_scale_of_its_own() -> None:
+    x = torch.randn(4, 8)
+    x[0], x[1, 3], x[2, 3] = 0, torch.inf, torch.nan
+    rows = fp8.quantised(x)
+    assert torch.equal(rows.float()[0], x[0])
+    assert rows.float()[1:3].isnan().all()
+    assert torch.equal(rows.float()[3], fp8.quantised(x[3:]).float()[0])
+
+
 def test_few_rows_stay_in_16_bits() -> None:
     weight = torch.randn(32, 64)
     gemm = Gemm([weight, weight], None, "add", [None, fp8.quantised(weight)])

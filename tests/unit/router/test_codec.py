@@ -96,6 +96,7 @@ EMBEDDINGS = st.builds(
     frame_tokens=INTS,
     kept_rows=INTS,
     reference=TEXT,
+    scales=st.binary(max_size=9),
 )
 ERRORS = st.one_of(
     st.sampled_from([InvalidMedia, TooLarge, Unavailable]).flatmap(lambda k: TEXT.map(k)),

@@ -430,18 +430,18 @@ class Busy:
 async def stream(router: Dispatcher, first: int, items: int = 64) -> int:
     """How many answers a stream gave, of items from this number on."""
     media = [item(first + number) for number in range(items)]
-    answers = router.answers(media, "bfloat16", 30, singly=True)
+    answers = router.answers(media, "bfloat16", 30, early=True)
     return len([answer async for answer in answers])
 
 
-@pytest.mark.parametrize("singly", [True, False])
-def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(singly: bool) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(early: bool) -> None:
     async def test() -> Dispatcher:
         busy = Busy("abc", held=True)
         router, _ = dispatcher(busy.fleet)
         large = [
             stream(router, 1000 * number)
-            if singly
+            if early
             else collect(router, [item(1000 * number + one) for one in range(64)])
             for number in range(50)
         ]

@@ -113,7 +113,7 @@ def test_a_late_item_does_not_take_its_companions_with_it() -> None:
     settled(test())
 
 
-def test_items_of_one_replica_come_singly_if_asked() -> None:
+def test_items_of_one_replica_come_early_if_asked() -> None:
     async def by_size(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
         for _ in range(sum(one.plan.patches for one in media) // 100):
             await asyncio.sleep(0)
@@ -123,9 +123,56 @@ def test_items_of_one_replica_come_singly_if_asked() -> None:
         fleet = MemoryFleet("a", by_size)
         router, _ = dispatcher(fleet)
         media = [item(0, 6000), item(1, 200), item(2, 3000), item(1, 200)]
-        came = [p async for p, _ in router.answers(media, "bfloat16", 5, singly=True)]
+        came = [p async for p, _ in router.answers(media, "bfloat16", 5, early=True)]
         assert came == [1, 3, 2, 0]
-        assert len(fleet.calls) == 3
+        assert [len(digests) for _, digests in fleet.calls] == [3], "one call"
+        return router
+
+    settled(test())
+
+
+def test_what_was_answered_early_is_not_encoded_again() -> None:
+    encoded: list[tuple[str, str]] = []
+
+    async def dies(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        encoded.extend((replica, one.digest) for one in media)
+        if replica == "a" and media[0].plan.patches > 200:
+            await asyncio.sleep(0.01)
+            raise ReplicaDied("gone")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", dies)
+        router, _ = dispatcher(fleet)
+        media = [item(0, 100), item(1, 600), item(2, 100), item(3, 800)]
+        found: dict[int, Answer] = {}
+        async for place, answer in router.answers(media, "bfloat16", 5, early=True):
+            assert place not in found
+            found[place] = answer
+            fleet.replicas = ["b"]
+        assert right(media, [found[place] for place in range(4)])
+        again = sorted(digest for replica, digest in encoded if replica == "b")
+        assert again == sorted([media[1].digest, media[3].digest])
+        return router
+
+    settled(test())
+
+
+def test_who_leaves_after_an_early_answer_cancels_the_rest() -> None:
+    async def slow(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        await asyncio.sleep(60 if media[0].plan.patches > 200 else 0)
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("a", slow)
+        router, _ = dispatcher(fleet)
+        answers = router.answers([item(0, 600), item(1)], "bfloat16", 5, early=True)
+        async for place, _ in answers:
+            assert place == 1
+            break
+        await answers.aclose()
+        await asyncio.sleep(0.01)
+        assert fleet.cancelled == 1
         return router
 
     settled(test())

@@ -39,7 +39,7 @@ from actors.telemetry.tracing import Origin
 from actors.types import Dtype, Media, Reply, SharedBytes
 from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.rpc import STOPPED, ReplicaChannel, failure
-from tests.unit.fleet import embedding, item
+from tests.unit.fleet import embedding, item, right
 
 NODE = "node"
 CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
@@ -64,6 +64,8 @@ class MemoryEncoder:
         self.rows: dict[str, SharedBytes] = {}
         """By digest: those that are in shared memory."""
         self.kept: dict[str, Kept] = {}
+        self.parts = asyncio.Semaphore(0)
+        """Released for each item that is to be answered early."""
 
     async def encode(
         self,
@@ -73,23 +75,27 @@ class MemoryEncoder:
         origin: Origin,
         keep: bool,
         waiting_per_sent: float,
+        early: Callable[[Reply], None] | None,
     ) -> Reply:
         self.calls.append((media, dtype, timeout_seconds, origin, keep, waiting_per_sent))
         self.began.set()
+        answers = [embedding(one, "a") for one in media]
+        answers = [
+            replace(answer, data=self.rows.get(one.digest, answer.data))
+            for one, answer in zip(media, answers, strict=True)
+        ]
+        places = tuple(range(len(media))) if early else ()
         try:
+            while early and len(answers) > 1:
+                await self.parts.acquire()
+                early(Reply([answers.pop(0)], 0, 0, places[:1]))
+                places = places[1:]
             await self.gate.wait()
         finally:
             self.ended.set()
         if self.failure:
             raise self.failure
-        answers = [embedding(one, "a") for one in media]
-        return Reply(
-            [
-                replace(answer, data=self.rows.get(one.digest, answer.data))
-                for one, answer in zip(media, answers, strict=True)
-            ],
-            7,
-        )
+        return Reply([*answers], 7, 0, places)
 
     async def fetch(self, name: str) -> Kept | None:
         return self.kept.get(name)
@@ -152,6 +158,66 @@ def test_all_calls_over_both_sockets(near: bool) -> None:
                 lone = ReplicaChannel(replace(channel.endpoint, tcp="127.0.0.1:1"), NODE)
                 assert len((await encode(lone)).answers) == 2
                 lone.retire()
+
+    run(test)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            call = replace(CALL, media=[item(n) for n in range(3)], early=True)
+            found: list[Reply] = []
+            heard = asyncio.Event()
+
+            async def early(message: Any) -> None:
+                found.append(reply_of(message, []))
+                heard.set()
+
+            encoder.gate.clear()
+            fields = message_fields(call)
+            calling = asyncio.create_task(channel.call("encode", fields, 10, early))
+            for count in (1, 2):
+                encoder.parts.release()
+                await heard.wait()
+                heard.clear()
+                assert [part.places for part in found] == [(n,) for n in range(count)]
+            encoder.failure = InvalidMedia("the rest") if fails else None
+            encoder.gate.set()
+            if fails:
+                with pytest.raises(InvalidMedia):
+                    await calling
+            else:
+                found.append(reply_of(await calling, []))
+                assert found[-1].places == (2,)
+                assert found[-1].outstanding_patches == 7
+            for place, part in enumerate(found):
+                assert right([item(place)], part.answers)
+
+    run(test)
+
+
+@pytest.mark.parametrize("meanwhile", [False, True], ids=["waits", "takes"])
+def test_a_call_that_is_cancelled_between_its_answers_ends_at_the_encoder(meanwhile: bool) -> None:
+    async def test() -> None:
+        async with opened() as (encoder, _, channel):
+            heard, going_on = asyncio.Event(), asyncio.Event()
+
+            async def early(_: Any) -> None:
+                heard.set()
+                if meanwhile:
+                    await going_on.wait()
+
+            fields = message_fields(replace(CALL, early=True))
+            encoder.gate.clear()
+            encoder.parts.release()
+            calling = asyncio.create_task(channel.call("encode", fields, 10, early))
+            await heard.wait()
+            calling.cancel()
+            await encoder.ended.wait()
+            assert (await asyncio.wait([calling]))[0].pop().cancelled()
+            encoder.gate.set()
+            assert len((await encode(channel)).answers) == 2, "the stream goes on"
 
     run(test)
 

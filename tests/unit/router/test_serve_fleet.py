@@ -17,7 +17,7 @@ from actors.errors import InvalidMedia, NotFound, Unavailable
 from actors.rows.protocol import RowsPlace
 from actors.rpc.server import Endpoint, ReplicaServer
 from actors.store.kept import Kept
-from actors.types import Cost, Embedding, SharedBytes
+from actors.types import Cost, Embedding, Reply, SharedBytes
 from router.replicas import serve_fleet
 from router.replicas.fleet import (
     PUBLISHED,
@@ -207,6 +207,30 @@ def test_small_rows_come_with_the_answer_and_large_ones_are_taken(
             assert reply.answers[1].data is rows
             encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
             assert (await fleet.fetch("a.x")).embedding.data is rows
+
+    run(test())
+
+
+def test_large_rows_of_early_answers_are_taken_before_they_are_heard_of(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        async with served(monkeypatch) as (encoder, handle, fleet):
+            media = [item(number) for number in range(3)]
+            rows = [SharedBytes(object(), 2**21) for _ in media]
+            encoder.rows = {one.digest: data for one, data in zip(media, rows, strict=True)}
+            for _ in media:
+                encoder.parts.release()
+            found: dict[int, Any] = {}
+
+            def early(reply: Reply) -> None:
+                found.update(zip(reply.places, reply.answers, strict=True))
+
+            last = await fleet.encode("a", media, "bfloat16", 10, early=early)
+            early(last)
+            assert list(found) == [0, 1, 2]
+            assert [one.data for one in found.values()] == rows
+            assert sum(map(len, handle.batches)) == 3
 
     run(test())
 

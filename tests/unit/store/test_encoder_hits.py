@@ -63,16 +63,18 @@ def media(actor: encoder.Encoder, width: int) -> Media:
     return Media("image", jpeg(width, 64), plan, str(width))
 
 
-def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3"])
+def test_a_hit_in_another_dtype_is_that_of_the_cache(actor: encoder.Encoder, dtype: Dtype) -> None:
     async def run() -> None:
         first = await actor.encode([media(actor, 64)], "float32", 30)
-        again = await actor.encode([media(actor, 96), media(actor, 64)], "float16", 30)
+        again = await actor.encode([media(actor, 96), media(actor, 64)], dtype, 30)
         (whole,), (other, hit) = first.answers, again.answers
         assert isinstance(whole, Embedding)
         assert isinstance(other, Embedding)
         assert isinstance(hit, Embedding)
         assert (whole.source, other.source, hit.source) == ("graph", "graph", "cache")
-        assert (hit.dtype, hit.shape) == ("float16", whole.shape)
+        assert (hit.dtype, hit.shape) == (dtype, whole.shape)
+        assert len(hit.scales) == (4 * hit.shape[0] if dtype == "float8_e4m3" else 0)
         actor.pipeline.close()
 
     asyncio.run(run())

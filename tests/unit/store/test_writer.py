@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,16 +14,17 @@ import torch
 from torch import Tensor
 
 from actors.families.registry import read
+from actors.kernels.gemm.fp8 import quantised
 from actors.options import ModelOptions
 from actors.store import writer
-from actors.store.kept import EmbeddingCache
+from actors.store.kept import OVERHEAD_BYTES, EmbeddingCache, Kept
 from actors.store.writer import RowBatch, RowWriter
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Bytes, Item, SharedBytes
+from actors.types import Bytes, Dtype, Item, SharedBytes
 from tests.unit.fleet import item
 
 SPEC = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
-ROWS = torch.arange(4096.0).reshape(32, 128)
+ROWS = torch.arange(32.0 * SPEC.width).reshape(32, SPEC.width)
 
 
 def row_writer(cache_max_bytes: int = 0) -> RowWriter:
@@ -88,12 +90,40 @@ def test_what_cannot_be_written_fails_its_own_call_alone(monkeypatch: pytest.Mon
     one.close()
 
 
-def test_the_cache_has_rows_in_the_models_dtype() -> None:
+@pytest.mark.parametrize("dtype", ["float16", "float8_e4m3"])
+def test_the_cache_has_rows_in_the_models_dtype(dtype: Dtype) -> None:
     one = row_writer(10**6)
-    (made,) = one.write("float16", [(item(1), encoded())])
+    assert not one.leaves_in_fp8(item(1), dtype)
+    (made,) = one.write(dtype, [(item(1), encoded())])
     cached = one.cache.get(one.key(item(1)), 32)
     assert cached
-    assert (made.dtype, cached.dtype) == ("float16", "float32")
+    assert (made.dtype, cached.dtype, cached.scales) == (dtype, "float32", b"")
+    assert len(made.scales) == (32 * 4 if dtype == "float8_e4m3" else 0)
+    hit = asyncio.run(writer.converted(cached, dtype))
+    assert torch.equal(writer.tensor(hit), writer.tensor(made))
     assert isinstance(cached.data, np.ndarray)
     assert cached.data.tobytes() == ROWS.numpy().tobytes()
+    one.close()
+
+
+def test_rows_in_fp8_are_written_as_they_left_the_device() -> None:
+    one = row_writer()
+    given = item(1)
+    left = Item(given.plan, np.empty(0, np.uint8), in_fp8=True, rows=quantised(ROWS))
+    assert one.leaves_in_fp8(given, "float8_e4m3")
+    assert not one.leaves_in_fp8(given, "float32")
+    assert not one.leaves_in_fp8(replace(given, evs_rate=0.5), "float8_e4m3")
+    (made,) = one.write("float8_e4m3", [(given, left)])
+    (late,) = one.write("float8_e4m3", [(given, encoded())])
+    assert (made.dtype, made.shape, made.size_bytes) == ("float8_e4m3", ROWS.shape, ROWS.numel())
+    assert made.scales == late.scales
+    assert torch.equal(writer.tensor(made), quantised(ROWS).float())
+    assert torch.equal(writer.tensor(late), writer.tensor(made))
+    one.close()
+
+
+def test_scales_count_as_memory_of_what_is_kept() -> None:
+    one = row_writer()
+    (made,) = one.write("float8_e4m3", [(item(1), encoded())])
+    assert Kept.of(item(1), made).size_bytes == ROWS.numel() + 32 * 4 + OVERHEAD_BYTES
     one.close()
