@@ -112,6 +112,7 @@ class Consumer:
 
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
+        torch.zeros(1, device=self.device)  # before that, torch takes no memory for pinned
         self.received = RowMemory.shared(2 * SIZE_BYTES)
         self.loader = RowLoader(0, self.device, torch.bfloat16)
         assert self.received.handle

@@ -74,21 +74,33 @@ class StandIn:
         waiting_per_sent: float = 0,
         early: Callable[[Reply], None] | None = None,
     ) -> Reply:
-        """Data is the digest of each item, as bytes."""
+        """Data is the digest of each item, as bytes. With `early` items take their turns."""
         patches = sum(item.plan.patches for item in media)
         self.outstanding_patches += patches
+        left = list(range(len(media)))
+        answers: list[Answer] = []
         try:
             async with asyncio.timeout(timeout_seconds), self._device:
-                if any(item.data.startswith(HELD) for item in media):
-                    await self._let_go.wait()
-                await asyncio.sleep(patches * SECONDS_PER_PATCH)
+                while left:
+                    places = left[:1] if early else left
+                    answers = await self._encoded([media[place] for place in places], dtype)
+                    if left == places:
+                        break
+                    assert early
+                    early(Reply(answers, 0, 0, tuple(places)))
+                    del left[: len(places)]
         except TimeoutError:
-            late: list[Answer] = [DeadlineExceeded("too slow")] * len(media)
-            return Reply(late, self.outstanding_patches - patches)
+            answers = [DeadlineExceeded("too slow")] * len(left)
         finally:
             self.outstanding_patches -= patches
+        return Reply(answers, self.outstanding_patches, 0, tuple(left))
+
+    async def _encoded(self, media: list[Media], dtype: Dtype) -> list[Answer]:
+        if any(item.data.startswith(HELD) for item in media):
+            await self._let_go.wait()
+        await asyncio.sleep(sum(item.plan.patches for item in media) * SECONDS_PER_PATCH)
         self.encoded += [item.digest for item in media]
-        return Reply([self._answer(item, dtype) for item in media], self.outstanding_patches)
+        return [self._answer(item, dtype) for item in media]
 
     def _answer(self, item: Media, dtype: Dtype) -> Answer:
         if item.data.startswith(BAD):
