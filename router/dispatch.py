@@ -142,6 +142,7 @@ class Dispatcher:
         self.ledger = Ledger(
             options.max_outstanding_patches, options.exclude_seconds, options.max_queue_seconds
         )
+        fleet.listen(lambda replica, work: self.ledger.hear(replica, work, now()))
 
     def configure(self, options: RouterOptions, plan: Plan) -> None:
         """Applies to what comes next. Not live: `stall_seconds`."""

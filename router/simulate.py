@@ -19,11 +19,13 @@ from typing import Literal
 from actors.errors import Overloaded
 from actors.types import Cost, Work
 from router.policy.balance import Plan, ReplicaGroup
-from router.policy.ledger import Ledger, Reservation, by_cost
+from router.policy.ledger import TOLD_REPLICAS, Ledger, Reservation, by_cost
 
 REPORT_PERIOD_SECONDS = 1.0
 REPORT_DELAY_SECONDS = 0.3
 """Delay of a report on its way from a replica to the routers."""
+TOLD_DELAY_SECONDS = 0.002
+"""Delay of what a replica tells at once of other routers' items."""
 MEDIAN_PATCHES = 1000  # about 500 x 500 pixels in patches of 16
 SIGMA = 1.1
 """Standard deviation of the logarithm: one image in a hundred has over 12 times the median."""
@@ -54,8 +56,8 @@ class Scenario:
     has left to do."""
     queue_seconds: float = inf
     """`router.max_queue_seconds`."""
-    answers_tell: bool = True
-    """Replicas report their load with every answer, not only periodically."""
+    reports_alone: bool = False
+    """Replicas tell their load periodically, not with every answer, and never at once."""
     sharing: int = 1
     """Replicas per device, in the order of their numbers."""
 
@@ -131,6 +133,7 @@ class Simulation:
         # Admits any number of patches; excludes nobody, because no replica dies.
         self.ledgers = [Ledger(2**62, 0, scenario.queue_seconds) for _ in self.plans]
         self.names = [str(replica) for replica in range(scenario.replicas)]
+        self.tells = not scenario.reports_alone and scenario.replicas <= TOLD_REPLICAS
         costs = [scenario.cost.times(slower) for slower in scenario.slower]
         self.costs = dict(zip(self.names, cycle(costs)))
         self.queues: list[deque[SimulatedShard]] = [deque() for _ in self.names]
@@ -174,14 +177,16 @@ class Simulation:
                 ledger.assign(one, name)
             replica = int(name)
             self.queues[replica].append(SimulatedShard(request, chosen))
+            self._tell_others(replica, router)
             if len(self.queues[replica]) == 1:
                 self._begin(replica)
 
     def _groups(self, ledger: Ledger, items: Sequence[Work]) -> list[ReplicaGroup]:
+        in_turn = sorted(self.names, key=ledger.turn)  # as in the Dispatcher
         if self.scenario.known == "patches":
-            return ledger.groups(items, dict.fromkeys(self.names), self._now)
+            return ledger.groups(items, dict.fromkeys(in_turn), self._now)
         if self.scenario.known == "seconds":
-            return ledger.groups(items, self.costs, self._now)
+            return ledger.groups(items, {name: self.costs[name] for name in in_turn}, self._now)
         left = {name: self._left_seconds(replica) for replica, name in enumerate(self.names)}
         return by_cost(items, self.costs, left)
 
@@ -218,8 +223,10 @@ class Simulation:
         self.outcome.patches[replica] += sum(work.patches)
         for one in work.reservations:
             ledger.release(one, self._now, done=True)
-        if self.scenario.answers_tell:
+        if not self.scenario.reports_alone:
             ledger.hear(self.names[replica], outstanding(queue), self._now)
+        if not queue:
+            self._tell_others(replica, work.request.router)
         work.request.left -= len(work.reservations)
         if not work.request.left:
             self.outcome.latencies_seconds.append(self._now - work.request.since)
@@ -227,6 +234,19 @@ class Simulation:
             self._left -= 1
         if queue:
             self._begin(replica)
+
+    def _tell_others(self, replica: int, router: int) -> None:
+        """Every other router hears soon what the replica has to do now."""
+        if not self.tells:
+            return
+        name, left = self.names[replica], outstanding(self.queues[replica])
+
+        def hear() -> None:
+            for other, ledger in enumerate(self.ledgers):
+                if other != router:
+                    ledger.hear(name, left, self._now)
+
+        self._at(self._now + TOLD_DELAY_SECONDS, hear)
 
     def _report(self) -> None:
         """What each replica has now reaches the routers a little later."""

@@ -22,7 +22,7 @@ from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 5  # version of the protocol. Routers use no replica that speaks another one
+VERSION = 6  # version of the protocol. Routers use no replica that speaks another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
@@ -50,6 +50,8 @@ class EncodeCall:
     keep: bool
     waiting_per_sent: float = 0
     early: bool = False
+    tell: bool = False
+    """Not an argument: what the router hears of others' items."""
 
 
 def message_fields(value: Any) -> Any:

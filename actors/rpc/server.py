@@ -47,6 +47,7 @@ TOKEN_KEY, BEGUN_KEY = "token", "begun"
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
 END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
+TELL_SECONDS = 0.001  # between items and the message of them to other routers: one for several
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME, ROWS_NAME = "replica.sock", "rows.sock"
@@ -188,15 +189,31 @@ class ReplicaServer:
             self._streams.discard(stream)
             stream.close()
 
-    async def reply(self, call: pb.Call, early: Callable[[Fields], None]) -> Fields:
-        """The fields of a call's outcome; `early` is given those of outcomes before it. Raises what
-        the encoder raises."""
+    async def reply(self, call: pb.Call, stream: RouterStream) -> Fields:
+        """The fields of a call's last outcome. Raises what the encoder raises."""
         if not self.running:
             raise Unavailable("this encoder is stopping: try again")
         if call.HasField("encode"):
-            return {"encode": await self._encode(call.encode, early)}
+            self._tell_others(stream)
+            try:
+                return {
+                    "encode": await self._encode(call.encode, partial(stream.send_early, call.id))
+                }
+            finally:
+                if not self._encoder.outstanding.patches:
+                    self._tell_others(stream)
         kind = call.WhichOneof("request")
         return {kind: await self._works[kind](getattr(call, kind))}
+
+    def _tell_others(self, stream: RouterStream) -> None:
+        """The router of this stream learns from answers what this replica has to do."""
+        for other in self._streams - {stream}:
+            other.tell_soon()
+
+    @property
+    def load(self) -> Fields:
+        patches, pairs = self._encoder.outstanding
+        return {"outstanding_patches": patches, "outstanding_pairs": pairs}
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
         """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
@@ -246,6 +263,8 @@ class RouterStream:
         self.outcomes: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Serialised. None: the stream ends."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self._tell = False
+        self._telling: asyncio.TimerHandle | None = None
         self._server = server
         self._reader = asyncio.create_task(self._read(calls))
 
@@ -256,13 +275,27 @@ class RouterStream:
     def close(self) -> None:
         """Cancels what nobody waits for any more."""
         self._reader.cancel()
+        self._tell = False
         tasks, self.tasks = self.tasks, {}
         for task in tasks.values():
             task.cancel()
 
+    def tell_soon(self) -> None:
+        """Sends what this replica has to do then, if the router asked for it."""
+        if self._tell and self._telling is None:
+            loop = asyncio.get_running_loop()
+            self._telling = loop.call_later(TELL_SECONDS, self._send_load)
+
+    def _send_load(self) -> None:
+        self._telling = None
+        if self._tell and self.outcomes.empty():  # otherwise the router does not read
+            self.outcomes.put_nowait(serialized(pb.Outcome(load=self._server.load)))
+
     async def _read(self, calls: AsyncIterator[pb.Call]) -> None:
         try:
             async for call in calls:
+                if call.HasField("encode"):
+                    self._tell = call.encode.tell
                 if not call.HasField("cancel"):
                     self.tasks[call.id] = asyncio.create_task(self._answer(call))
                 elif task := self.tasks.pop(call.id, None):
@@ -274,7 +307,7 @@ class RouterStream:
     async def _answer(self, call: pb.Call) -> None:
         failure: Exception
         try:
-            fields = await self._server.reply(call, partial(self._send_early, call.id))
+            fields = await self._server.reply(call, self)
             self._send(pb.Outcome(id=call.id, **fields))
             return
         except asyncio.CancelledError:
@@ -287,7 +320,7 @@ class RouterStream:
             failure = error
         self._send(pb.Outcome(id=call.id, error=error_fields(failure)))
 
-    def _send_early(self, number: int, fields: Fields) -> None:
+    def send_early(self, number: int, fields: Fields) -> None:
         self.outcomes.put_nowait(serialized(pb.Outcome(id=number, **fields)))
 
     def _send(self, outcome: pb.Outcome) -> None:

@@ -109,7 +109,7 @@ def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, 
     requests = max(options.requests, BURST_REQUESTS * replicas)
     fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, options.slower)}
     traffic = steady(replicas, requests, options.load, routers=options.routers, **fleet)
-    traffic = replace(traffic, answers_tell=not options.reports_alone, known=known)
+    traffic = replace(traffic, reports_alone=options.reports_alone, known=known)
     flow = Simulation(traffic, POLICIES[policy], SEED).run()
     once = replace(burst(replicas, BURST_REQUESTS * replicas, **fleet), known=known)
     rush = Simulation(once, POLICIES[policy], SEED).run()

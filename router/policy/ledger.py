@@ -17,6 +17,10 @@ from router.policy.balance import ReplicaGroup
 
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports, and their way through Serve's controller."""
+TOLD_REPLICAS = 16
+"""The largest fleet whose replicas tell each router at once of items that other routers sent, and
+when none are left. In larger ones that many messages gain nothing: routers that all know the same
+replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
 WAITED_FRACTION = 0.25
@@ -257,7 +261,7 @@ class Ledger:
                 del known[replica]
 
     def hear(self, replica: str, outstanding: Work, now: float) -> None:
-        """Takes the load of all routers that a replica reported with an answer to this one.
+        """Takes the load of all routers that a replica told this one, with an answer or without.
 
         Reports alone come so late that all routers avoid and then prefer the same replicas: with
         eight routers that was worse than no balancing (`simulate --reports-alone`).

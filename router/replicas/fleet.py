@@ -43,6 +43,10 @@ class Fleet(Protocol):
     def near(self) -> Collection[str]:
         """Those on this process's node: where loads are equal, they get the next item."""
 
+    def listen(self, heard: Callable[[str, Work], None]) -> None:
+        """From now on tells `heard` a replica and what it has to do, when the replica says so
+        without being asked: when items of other routers came, and when none are left."""
+
     async def encode(
         self,
         replica: str,

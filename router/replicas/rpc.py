@@ -26,6 +26,7 @@ from actors.rpc.server import (
     Endpoint,
     serialized,
 )
+from actors.types import Work
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost, detached
 
 log = logging.getLogger("ray.serve")
@@ -46,9 +47,13 @@ STOPPED = "Cancelling all calls"
 class ReplicaChannel:
     """A channel to one replica, for one event loop. Opens streams again when they broke."""
 
-    def __init__(self, endpoint: Endpoint, node: str) -> None:
-        """`node`: Ray's id of this process's node."""
+    def __init__(
+        self, endpoint: Endpoint, node: str, heard: Callable[[Work], None] = lambda _: None
+    ) -> None:
+        """`node`: Ray's id of this process's node. `heard`: is told what the replica has to do when
+        it says so of its own accord."""
         self.endpoint = endpoint
+        self._heard = heard
         self._near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
         target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
@@ -77,7 +82,9 @@ class ReplicaChannel:
         try:
             small = method != "encode"
             if small not in self._streams or self._streams[small].ended:
-                self._streams[small] = ReplicaStream(self._channel, self.endpoint.token)
+                self._streams[small] = ReplicaStream(
+                    self._channel, self.endpoint.token, self._heard
+                )
             outcomes = self._streams[small].outcomes(number, data)
             async with asyncio.timeout(timeout_seconds), aclosing(outcomes):
                 async for outcome in outcomes:
@@ -120,8 +127,11 @@ class ReplicaChannel:
 class ReplicaStream:
     """The calls over one stream, until it breaks."""
 
-    def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, token: str, heard: Callable[[Work], None]
+    ) -> None:
         self.ended = False
+        self._heard = heard
         self._unsent: dict[int, bytes] = {}
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
         """Ids in `_unsent`, unless dropped. None: the stream has ended."""
@@ -169,9 +179,13 @@ class ReplicaStream:
             self._writer = detached(self._write(stream))
             begun = any(key == BEGUN_KEY for key, _ in await stream.initial_metadata())
             async for outcome in stream:
-                if waiting := self._waiting.get(outcome.id):
+                if outcome.HasField("load"):
+                    load = outcome.load
+                    self._heard(Work(load.outstanding_patches, load.outstanding_pairs))
+                elif waiting := self._waiting.get(outcome.id):
                     waiting.put_nowait(outcome)
-                del outcome, waiting  # it may be large, and the next one may be long in coming
+                waiting = None
+                del outcome  # it may be large, and the next one may be long in coming
         except grpc.aio.AioRpcError as error:
             lost = failure(error, begun=begun)
         except asyncio.CancelledError:  # the channel was closed

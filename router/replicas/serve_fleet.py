@@ -22,8 +22,9 @@ from actors.rpc.codec import EncodeCall, Fields, kept_of, message_fields, reply_
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
-from actors.types import Dtype, Embedding, Media, Reply, SharedBytes
+from actors.types import Dtype, Embedding, Media, Reply, SharedBytes, Work
 from router.metrics import RouterMetrics
+from router.policy.ledger import TOLD_REPLICAS
 from router.replicas.fleet import (
     PUBLISHED,
     PinnedReplicaUnavailable,
@@ -82,6 +83,7 @@ class ServeFleet:
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
+        self._heard: Callable[[str, Work], None] = lambda *_: None
         self._keepers = Liveness(self.check, self.reach, FETCH_SECONDS)
 
     def replicas(self) -> Mapping[str, Replica]:
@@ -112,6 +114,9 @@ class ServeFleet:
     def near(self) -> frozenset[str]:
         return self._near
 
+    def listen(self, heard: Callable[[str, Work], None]) -> None:
+        self._heard = heard
+
     def _is_ours(self, replica: Replica) -> bool:
         """In a rollout a deployment has replicas of two models, or of two protocol versions."""
         fingerprint = replica.metadata.get("fingerprint")
@@ -141,8 +146,9 @@ class ServeFleet:
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
             origin, in_parts = ORIGIN.get(), early is not None
+            tell = len(self._reports) <= TOLD_REPLICAS
             call = EncodeCall(
-                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts
+                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts, tell
             )
             request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive
@@ -255,7 +261,9 @@ class ServeFleet:
         if member is None or member.endpoint is None:
             raise ReplicaUnreachable(f"replica {replica} is gone")
         if replica not in self._connections:
-            channel = ReplicaChannel(member.endpoint, self._node)
+            channel = ReplicaChannel(
+                member.endpoint, self._node, lambda work: self._heard(replica, work)
+            )
             self._connections[replica] = channel, HandOver(member.endpoint.actor)
         return self._connections[replica]
 

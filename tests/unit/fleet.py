@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings
+from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings, Work
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
 from router.options import RouterOptions
@@ -34,6 +34,7 @@ class MemoryFleet:
         self.hung: set[str] = set()
         """Replicas that do not answer when they are asked how they are."""
         self.asked = 0
+        self.heard: Callable[[str, Work], None]
         self.metadata: dict[str, dict[str, Any]] = {}
         """What replicas say of themselves, where it is anything."""
 
@@ -42,6 +43,9 @@ class MemoryFleet:
 
     def near(self) -> Sequence[str]:
         return self.replicas
+
+    def listen(self, heard: Callable[[str, Work], None]) -> None:
+        self.heard = heard
 
     async def encode(
         self,

@@ -24,7 +24,7 @@ from actors.errors import (
     TooLarge,
     Unavailable,
 )
-from actors.types import Answer, Embedding, ItemPlan, Media
+from actors.types import Answer, Embedding, ItemPlan, Media, Work
 from router import dispatch as dispatch_module
 from router.dispatch import Dispatcher
 from router.options import RouterOptions
@@ -461,6 +461,20 @@ def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(early: bool)
         return router
 
     settled(test())
+
+
+def test_what_a_replica_tells_of_the_items_of_others_counts_at_once() -> None:
+    async def test() -> None:
+        fleet = MemoryFleet(["a", "b"], well)
+        router, _ = dispatcher(fleet)
+        fleet.heard("a", Work(1000, 10**6))
+        await collect(router, [item(number) for number in range(5)])
+        fleet.heard("b", Work(1000, 10**6))
+        fleet.heard("a", Work(0))
+        await collect(router, [item(number) for number in range(5, 10)])
+        assert [replica for replica, _ in fleet.calls] == ["b", "a"]
+
+    asyncio.run(test())
 
 
 def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:

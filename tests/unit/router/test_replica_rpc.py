@@ -36,13 +36,14 @@ from actors.rpc.server import (
 from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.tracing import Origin
-from actors.types import Dtype, Media, Reply, SharedBytes
+from actors.types import Dtype, Media, Reply, SharedBytes, Work
 from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.rpc import STOPPED, ReplicaChannel, failure
 from tests.unit.fleet import embedding, item, right
 
 NODE = "node"
 CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
+TELLING = replace(CALL, tell=True)
 SECONDS = 20
 NOTHING = grpc.aio.Metadata()
 ROWS = np.zeros(1001, np.uint8)
@@ -64,6 +65,7 @@ class MemoryEncoder:
         self.rows: dict[str, SharedBytes] = {}
         """By digest: those that are in shared memory."""
         self.kept: dict[str, Kept] = {}
+        self.outstanding = Work(0)
         self.parts = asyncio.Semaphore(0)
         """Released for each item that is to be answered early."""
 
@@ -85,6 +87,8 @@ class MemoryEncoder:
             for one, answer in zip(media, answers, strict=True)
         ]
         places = tuple(range(len(media))) if early else ()
+        work = Work.of(one.plan.work for one in media)
+        self.outstanding = Work.of([self.outstanding, work])
         try:
             while early and len(answers) > 1:
                 await self.parts.acquire()
@@ -92,6 +96,7 @@ class MemoryEncoder:
                 places = places[1:]
             await self.gate.wait()
         finally:
+            self.outstanding = self.outstanding.without(work)
             self.ended.set()
         if self.failure:
             raise self.failure
@@ -218,6 +223,44 @@ def test_a_call_that_is_cancelled_between_its_answers_ends_at_the_encoder(meanwh
             assert (await asyncio.wait([calling]))[0].pop().cancelled()
             encoder.gate.set()
             assert len((await encode(channel)).answers) == 2, "the stream goes on"
+
+    run(test)
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_router_that_asks_hears_of_the_items_of_others(near: bool, ends_well: bool) -> None:
+    """Of those that come, and that none are left."""
+
+    async def test() -> None:
+        async with opened(near) as (encoder, _, channel):
+            told: asyncio.Queue[Work] = asyncio.Queue()
+            untold: list[Work] = []
+            listener = ReplicaChannel(channel.endpoint, NODE if near else "", told.put_nowait)
+            deaf = ReplicaChannel(channel.endpoint, NODE if near else "", untold.append)
+            await encode(listener, TELLING)
+            await encode(deaf)
+            assert await told.get() == Work(0)  # the items of `deaf` came and went
+            encoder.gate.clear()
+            calls = [asyncio.create_task(encode(channel, TELLING)) for _ in range(3)]
+            whole = Work.of(one.plan.work for one in 3 * CALL.media)
+            while await told.get() != whole:  # unless all came within a millisecond
+                pass
+            if ends_well:
+                encoder.gate.set()
+                assert len(await asyncio.gather(*calls)) == 3
+            else:
+                for call in calls:
+                    call.cancel()
+            while await told.get() != Work(0):
+                pass
+            encoder.gate.set()
+            await encode(listener)  # which asks no more
+            await encode(channel)
+            await asyncio.sleep(10 * rpc_server.TELL_SECONDS)
+            assert told.empty()
+            assert not untold
+            listener.retire()
+            deaf.retire()
 
     run(test)
 
