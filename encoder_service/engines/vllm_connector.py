@@ -93,7 +93,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             except ModuleNotFoundError as error:
                 raise ValueError(
                     f"place local needs {error.name}, which the light client does not bring: "
-                    "pip install --no-deps encoder-service"
+                    "pip install --no-deps . in the repository of encoder-service"
                 ) from error
             return LocalConnector(vllm_config, role)
         return super().__new__(cls)

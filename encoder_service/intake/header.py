@@ -95,7 +95,9 @@ def read_header(data: bytes) -> Header:
     name = name_format(data)
     if name is None:
         raise InvalidMedia(
-            "the file is empty" if not data else "the file is not an image, or it is damaged"
+            f"the file is not an image, or it is damaged: send {', '.join(FORMATS)}"
+            if data
+            else "the file is empty"
         )
     if name in VIDEOS:
         raise UnsupportedMedia(

@@ -450,6 +450,18 @@ def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
     asyncio.run(run())
 
 
+def test_a_port_that_speaks_http_is_named_to_grpc() -> None:
+    async def run() -> None:
+        async with listening(says(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (address, _):
+            encoder = connect(f"grpc://{address}", None, 5)
+            with pytest.raises(ServiceError, match="is it the HTTP port") as failed:
+                await encoder.model()
+            assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
+            await encoder.close()
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
 @pytest.mark.parametrize("token", ["of two\nlines", "ends\n", "schl\u00fcssel"])
 def test_a_token_that_no_header_can_carry(scheme: str, token: str) -> None:

@@ -445,6 +445,9 @@ def test_what_cannot_work_is_refused_at_start(
 
     with pytest.raises(ValueError, match="in another process"):
         LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
+    monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_local", None)
+    with pytest.raises(ValueError, match=r"pip install --no-deps \. in the repository"):
+        start("qwen3vl-tiny")
 
 
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
