@@ -167,7 +167,9 @@ def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
         )
         return {"type": "too_large", "message": message}
     if "http1.x server" in details:  # gRPC's words
-        details = f"this is no gRPC: is it the HTTP port (http://HOST:PORT)? ({details})"
+        details = (
+            f"this port does not speak gRPC: is it the HTTP port (http://HOST:PORT)? ({details})"
+        )
     retryable = code is grpc.StatusCode.UNAVAILABLE
     return {"type": code.name.lower(), "message": details, "retryable": retryable}
 

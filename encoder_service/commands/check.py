@@ -79,6 +79,7 @@ LIMITED: dict[str, set[Kind]] = {
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def add(subcommands: Any) -> None:
@@ -295,7 +296,14 @@ def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
 
 def missing(service: ServiceOptions) -> Iterator[str]:
     """Packages not installed here; a warning only, as this may not be a node of the cluster. And
-    options without effect."""
+    options without effect, and settings that a checkpoint lacks."""
+    folder = Path(service.model.id)
+    if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
+        yield (
+            f"{folder} has no {' or '.join(PROCESSOR_FILES)}: the sizes of images are the family's "
+            "defaults, which may not be those that the checkpoint was trained with. Save the "
+            "processor too, or copy its files from the original checkpoint"
+        )
     if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
         yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
     if service.cache.shared:

@@ -512,6 +512,20 @@ def test_check_warns_of_what_may_be_meant(
     assert message in capsys.readouterr().out
 
 
+def test_check_warns_of_a_checkpoint_without_its_processor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = Preset("qwen3vl-tiny").files
+    (tmp_path / "config.json").write_text(json.dumps(preset["config.json"]))
+    path = changed(tmp_path, "id: qwen3vl-tiny", f"id: {tmp_path}")
+    assert cli.main(["check", path]) == 0
+    assert "has no preprocessor_config.json or processor_config.json" in capsys.readouterr().out
+    processor = preset["preprocessor_config.json"]
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert cli.main(["check", path]) == 0
+    assert "preprocessor_config.json" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
