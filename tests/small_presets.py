@@ -146,7 +146,10 @@ def write_small(folder: Path, preset: str) -> Path:
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         for settings in (processor, files.get("video_preprocessor_config.json", {})):
-            settings["size"] = {"height": side, "width": side}
+            shorter = "shortest_edge" in (settings.get("size") or ())
+            settings["size"] = (
+                {"shortest_edge": side} if shorter else {"height": side, "width": side}
+            )
         if "crop_size" in processor:
             processor["crop_size"] = side
     if "overlap_margins" in (processor or {}):

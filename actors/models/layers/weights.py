@@ -27,6 +27,9 @@ KEYS = {
 }
 """The usual key of `vision_config` for each of the Dimensions."""
 
+MOST_LAYERS = 1000
+"""No tower has as many; their names would fill the memory."""
+
 QWEN_KEYS = KEYS | {"depth": "depth", "heads": "num_heads"}
 """The same in Qwen-VL and GLM-V."""
 
@@ -44,7 +47,16 @@ class Dimensions:
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
         """From `vision_config`, under the usual keys unless given."""
         usual = QWEN_KEYS if "depth" in spec.vision else KEYS
-        stated = {field: int(spec.vision[key]) for field, key in (usual | keys).items()}
+        named = usual | keys
+        stated = {field: int(spec.vision[key]) for field, key in named.items()}
+        for field, value in stated.items():
+            if value < 1:
+                raise ValueError(f"{named[field]}: {value}")
+        if stated["width"] % stated["heads"]:
+            raise ValueError(
+                f"{named['heads']}: {stated['heads']} does not divide {named['width']}, "
+                f"{stated['width']}"
+            )
         return cls(**stated, patch_size=spec.sizing.patch_size, merge_size=spec.sizing.merge_size)
 
     @property
@@ -229,7 +241,9 @@ class Weights:
 def expected_blocks(
     names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
 ) -> Expected:
-    """`qk_size`: of the norms of q and k, if they are for each head."""
+    """`qk_size`: of the norms of q and k, if they are for each head. Raises ValueError."""
+    if depth > MOST_LAYERS:
+        raise ValueError(f"{depth} layers")
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
         **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),
