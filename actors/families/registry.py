@@ -119,12 +119,15 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
 
 def check_sizes(spec: ModelSpec) -> None:
     """Raises ValueError for sizes by which an image cannot be divided."""
-    least, _ = spec.sizing.token_range()
+    sizing, (least, most) = spec.sizing, spec.sizing.token_range()
+    sizing.largest(most)
+    found = [sizing.patch_size, sizing.merge_size, least]
     for size in EXAMPLES:
         with suppress(TooLarge):
-            plan = spec.sizing.plan(size)
-            if min(least, plan.patches, plan.tokens, *plan.grid_thw) < 1:
-                raise ValueError(f"sizes that leave nothing of an image: {spec.sizing}")
+            plan = sizing.plan(size)
+            found += [plan.patches, plan.tokens, *plan.grid_thw]
+    if min(found) < 1:
+        raise ValueError(f"sizes that leave nothing of an image: {sizing}")
 
 
 def with_kwargs(spec: ModelSpec, kind: Kind, kwargs: ImagesKwargs) -> ModelSpec:
