@@ -45,6 +45,11 @@ class ModelSource:
         return {**self.vision_defaults, **self.config["vision_config"]}
 
     @property
+    def tower(self) -> Json:
+        """The same keys where config.json is that of a tower on its own."""
+        return {key: self.config.get(key, usual) for key, usual in self.vision_defaults.items()}
+
+    @property
     def text_width(self) -> int:
         """The width of the language model, for which the embeddings are."""
         return int(self.config["text_config"]["hidden_size"])

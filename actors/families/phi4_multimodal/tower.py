@@ -25,7 +25,7 @@ from actors.models.layers.block import Attend, BlocksForm, BlockWeights, Style
 from actors.models.layers.patches import Positions, places
 from actors.models.layers.weights import Dimensions, Weights, affine, expected_blocks
 from actors.models.packed import CACHED_GRIDS, PackedParts, PackedTower
-from actors.models.tower import Family
+from actors.models.tower import Family, chosen
 from actors.spec.model_spec import ModelSpec
 from actors.spec.slices import PaddedCrops
 from actors.types import Grid, ItemPlan
@@ -193,15 +193,12 @@ class PhiTower(PackedTower):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """Of each item the crops, whose rows form one picture, the separator, the whole image."""
-        rows, parts, start = torch.cat([*self.lines, outputs[0]]), [], len(self.lines)
+        found, start = [], len(self.lines)
         for plan in plans:
             order = self.order(plan.grid_thw)
-            parts.append(torch.where(order < 0, order + len(self.lines), order + start))
+            found.append(torch.where(order < 0, order + len(self.lines), order + start))
             start += plan.path_tokens[0]
-        places = torch.cat(parts)
-        if rows.is_cuda:  # so that the engine's thread does not wait for the copy
-            places = places.pin_memory().to(rows.device, non_blocking=True)
-        return rows.index_select(0, places)
+        return chosen([*self.lines, outputs[0]], torch.cat(found))
 
     def most_pictures(self, tokens: int, segments: int) -> int:
         """A bound on the attention segments: `segments` counts images, not their crops."""
