@@ -62,7 +62,8 @@ class ModelSource:
         normalized: bool = True,
         always_resized: bool = False,
     ) -> Json:
-        """The image processor's settings; transformers 5 saves them in processor_config.json.
+        """The image processor's settings; transformers 5 saves them in processor_config.json. Null
+        is the default, as in transformers.
 
         `resample`: None: any of PIL_RESAMPLING. `always_resized`: it does not heed `do_resize`.
         """
@@ -76,7 +77,7 @@ class ModelSource:
         only(settings, fixed, "the image processor")
         if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
-        return defaults | settings
+        return defaults | {key: value for key, value in settings.items() if value is not None}
 
     def video_processor(self) -> Json:
         """The video processor's settings, in transformers' order of precedence.

@@ -48,8 +48,9 @@ def test_dense_and_moe_are_one_family(tmp_path: Path, architecture: str) -> None
     assert (model.family, model.weights) == ("qwen3_vl", "checkpoint")
 
 
-def test_defaults_without_a_processor(tmp_path: Path) -> None:
-    model = registry.read(write(tmp_path))
+@pytest.mark.parametrize("processor", [{}, {"image_mean": None, "size": None}])
+def test_defaults_without_settings(tmp_path: Path, processor: dict[str, Any]) -> None:
+    model = registry.read(write(tmp_path, processor=processor))
     assert (model.mean, model.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
 
