@@ -235,7 +235,8 @@ def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]
 def rope_theta(vision: Mapping[str, Any]) -> float:
     """Under today's name or that of 2024; else transformers' default. Raises ValueError."""
     today = vision.get("rope_parameters") or {}
-    only(today, {"rope_type": "default"}, "rope_parameters")
+    if (kind := today.get("rope_type")) not in (None, "default", "axial"):
+        raise ValueError(f"rope_type of rope_parameters: {kind} is not supported")
     return float(today.get("rope_theta") or vision.get("rope_theta") or 10000.0)
 
 

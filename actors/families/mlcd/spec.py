@@ -23,7 +23,8 @@ def mlcd(source: ModelSource) -> ModelSpec:
 TOWER: Json = {
     **{"hidden_size": 1664, "intermediate_size": 8192, "num_hidden_layers": 48},
     **{"num_attention_heads": 16, "image_size": 336, "patch_size": 14},
-    **{"hidden_act": "gelu", "layer_norm_eps": 1e-5, "rope_parameters": None},
+    **{"hidden_act": "gelu", "layer_norm_eps": 1e-5},
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
 }
 MODEL_TYPES = {"mlcd": mlcd, "mlcd_vision_model": mlcd}
 VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER)

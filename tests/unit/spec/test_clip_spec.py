@@ -257,7 +257,7 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta"
             "videollama3-7b",
             "config.json",
             vision("videollama3-7b", **LINEAR),
-            "rope_type .* default",
+            "rope_type .* linear",
         ),
         ("videollama3-7b", "config.json", {"model_type": "videollama3_qwen2"}, "-HF"),
     ],
