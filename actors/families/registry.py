@@ -23,7 +23,6 @@ from actors.spec.video import VideoStyle
 from actors.types import Kind, ProcessorKwargs, Size
 
 EXAMPLES = Size(1, 1), Size(1024, 1024)
-"""Of sounds: so many samples."""
 
 
 @cache
@@ -119,6 +118,8 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
 
 def check_sizes(spec: ModelSpec) -> None:
     """Raises ValueError for sizes by which an image cannot be divided."""
+    if spec.audio:
+        return
     sizing, (least, most) = spec.sizing, spec.sizing.token_range()
     sizing.largest(most)
     found = [sizing.patch_size, sizing.merge_size, least]
