@@ -146,7 +146,7 @@ def write_small(folder: Path, preset: str) -> Path:
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         for settings in (processor, files.get("video_preprocessor_config.json", {})):
-            settings["size"] = {"height": side, "width": side}
+            settings["size"] = side
         if "crop_size" in processor:
             processor["crop_size"] = side
     if "overlap_margins" in (processor or {}):
@@ -164,7 +164,7 @@ def write_small(folder: Path, preset: str) -> Path:
         processor["min_pixels"] = min(processor["min_pixels"], 448**2 // 2)
     if processor and "max_image_size" in processor:
         processor["max_image_size"]["longest_edge"] = config["vision_config"]["image_size"]
-    if processor and "longest_edge" in processor.get("size", {}):
+    if processor and preset not in SIZES and "longest_edge" in processor.get("size", {}):
         processor["size"]["longest_edge"] = LONGEST.get(preset, 448**2)
     if processor and "min_num_patches" in processor:
         processor |= {"min_num_patches": 64, "max_num_patches": 256}

@@ -7,19 +7,22 @@ imported by models/load.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from actors.errors import CheckpointError, ConfigError, InvalidOption
+from actors.errors import CheckpointError, ConfigError, InvalidOption, TooLarge
 from actors.options import ImagesKwargs, ModelOptions
-from actors.spec.checkpoint import Files, Json, find
+from actors.spec.checkpoint import DAMAGED, Files, Json, find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, Reader, processor_name
 from actors.spec.video import VideoStyle
-from actors.types import Kind, ProcessorKwargs
+from actors.types import Kind, ProcessorKwargs, Size
+
+EXAMPLES = Size(1, 1), Size(1024, 1024)
 
 
 @cache
@@ -93,7 +96,8 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     try:
         source = ModelSource(options, files, config, vision_defaults().get(model_type, {}))
         spec = readers()[model_type](source)
-    except (KeyError, TypeError, ValueError) as error:
+        check_sizes(spec)
+    except DAMAGED as error:
         raise CheckpointError(
             f"model.id {options.id!r}: its configuration lacks or misstates {error}"
         ) from error
@@ -110,6 +114,21 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
         )
     spec = with_kwargs(spec, "image", options.images_kwargs)
     return with_kwargs(spec, "video", options.videos_kwargs)
+
+
+def check_sizes(spec: ModelSpec) -> None:
+    """Raises ValueError for sizes by which an image cannot be divided."""
+    if spec.audio:
+        return
+    sizing, (least, most) = spec.sizing, spec.sizing.token_range()
+    sizing.largest(most)
+    found = [sizing.patch_size, sizing.merge_size, least]
+    for size in EXAMPLES:
+        with suppress(TooLarge):
+            plan = sizing.plan(size)
+            found += [plan.patches, plan.tokens, *plan.grid_thw]
+    if min(found) < 1:
+        raise ValueError(f"sizes that leave nothing of an image: {sizing}")
 
 
 def with_kwargs(spec: ModelSpec, kind: Kind, kwargs: ImagesKwargs) -> ModelSpec:

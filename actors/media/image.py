@@ -194,4 +194,6 @@ def upright(pixels: Pixels, orientation: Any) -> Pixels:
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    return np.ascontiguousarray(pixels)
+    # A copy in any case: numpy calls a side of one pixel contiguous even if its stride is negative,
+    # which torch does not take.
+    return pixels.copy() if orientation in (2, 3, 4, 5, 6, 7, 8) else pixels

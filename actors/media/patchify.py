@@ -503,7 +503,9 @@ def unrepeated(patches: Bytes, grid: Grid, merge: int) -> npt.NDArray[np.bool_]:
     it, which differs from its right neighbour, an edge runs down: there it is also the one above.
     """
     _, rows, columns = grid
-    blocks = patches.reshape(rows // merge, columns // merge, -1).view(np.uint32)
+    blocks: npt.NDArray[Any] = patches.reshape(rows // merge, columns // merge, -1)
+    if blocks.shape[2] % 4 == 0:
+        blocks = blocks.view(np.uint32)  # compares faster
     left, above = (np.zeros(blocks.shape[:2], bool) for _ in range(2))
     left[:, 1:] = (blocks[:, 1:] == blocks[:, :-1]).all(-1)
     above[1:] = (blocks[1:] == blocks[:-1]).all(-1)

@@ -26,7 +26,7 @@ from actors.models.layers.block import BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
-from actors.spec.checkpoint import TOKENIZER_FILES, Files, Json, Noted, Notes, find
+from actors.spec.checkpoint import DAMAGED, TOKENIZER_FILES, Files, Json, Noted, Notes, find
 from actors.spec.model_spec import ModelSpec
 
 DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
@@ -37,7 +37,7 @@ def family_of(model: ModelSpec) -> Family[Any]:
     tower = import_module(f"actors.families.{model.folder}.tower")
     try:
         family: Family[Any] = tower.family(model)
-    except (KeyError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         raise CheckpointError(
             f"model.id {model.id!r}: vision_config lacks or misstates {error}"
         ) from error

@@ -25,6 +25,7 @@ from actors.models.layers.patches import (
 )
 from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import rope_theta
 from actors.spec.sizing import BlockSizing
 from actors.spec.slices import SlicedSizing
 from actors.types import ItemPlan
@@ -50,7 +51,6 @@ class PackedParts:
     positions: Positions | AntialiasedPositions | None = None
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied to embedded patches before positions are added."""
-    theta: float = 10000.0
     rotary: bool = True
     """False: the tower has no rotary embedding, and no input of places."""
 
@@ -73,7 +73,8 @@ class PackedTower(Tower):
         longest = max(self.sizing.longest_side_patches(), own.longest_side_patches())
         if spec.video:
             longest = max(longest, spec.video.longest_side_patches())
-        cos, sin = rotary_tables(longest, width // parts.style.heads, parts.theta)
+        self.theta = rope_theta(spec.vision)
+        cos, sin = rotary_tables(longest, width // parts.style.heads, self.theta)
         self.cos, self.sin = cos.to(device), sin.to(device)
         self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
         self.grid = lru_cache(CACHED_GRIDS)(self.rows_of_grid)

@@ -19,6 +19,9 @@ from actors.options import ModelOptions
 
 Json = dict[str, Any]
 
+DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What readers of a configuration raise if it lacks a key, or has a value that cannot be."""
+
 REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
 VOCABULARIES = (

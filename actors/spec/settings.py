@@ -45,6 +45,11 @@ class ModelSource:
         return {**self.vision_defaults, **self.config["vision_config"]}
 
     @property
+    def tower(self) -> Json:
+        """The same keys where config.json is that of a tower on its own."""
+        return {key: self.config.get(key, usual) for key, usual in self.vision_defaults.items()}
+
+    @property
     def text_width(self) -> int:
         """The width of the language model, for which the embeddings are."""
         return int(self.config["text_config"]["hidden_size"])
@@ -57,21 +62,22 @@ class ModelSource:
         normalized: bool = True,
         always_resized: bool = False,
     ) -> Json:
-        """The image processor's settings; transformers 5 saves them in processor_config.json.
+        """The image processor's settings; transformers 5 saves them in processor_config.json. Null
+        is the default, as in transformers.
 
         `resample`: None: any of PIL_RESAMPLING. `always_resized`: it does not heed `do_resize`.
         """
         settings = self.files.read_json("preprocessor_config.json")
         if settings is None:
             together = self.files.read_json("processor_config.json") or {}
-            settings = together.get("image_processor", {})
+            settings = together.get("image_processor") or {}
         fixed = fixed_steps(resample) | {"do_normalize": normalized}
         if always_resized:
             del fixed["do_resize"]
         only(settings, fixed, "the image processor")
         if abs((settings.get("rescale_factor") or 1 / 255) * 255 - 1) > 1e-6:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
-        return defaults | settings
+        return defaults | {key: value for key, value in settings.items() if value is not None}
 
     def video_processor(self) -> Json:
         """The video processor's settings, in transformers' order of precedence.
@@ -101,6 +107,7 @@ class ModelSource:
         paths: tuple[str, ...] = ("default",),
     ) -> ModelSpec:
         """The spec of a family that takes images. `folder`: default: the name of the family."""
+        rope_theta(vision)  # refuses what no tower has
         return ModelSpec(
             id=self.options.id,
             revision=self.options.revision,
@@ -194,6 +201,8 @@ def resampling(processor: Json) -> Resample:
 
 def only(settings: Json, fixed: Json, whose: str) -> None:
     """Raises ValueError for a setting that is present and different."""
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{whose}: {settings!r} is not a JSON object")
     for key, value in fixed.items():
         if settings.get(key) not in (None, value):
             raise ValueError(f"{key} of {whose}: only {value} is supported")
@@ -224,8 +233,10 @@ def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]
 
 
 def rope_theta(vision: Mapping[str, Any]) -> float:
-    """Under today's name or that of 2024; else transformers' default."""
+    """Under today's name or that of 2024; else transformers' default. Raises ValueError."""
     today = vision.get("rope_parameters") or {}
+    if (kind := today.get("rope_type")) not in (None, "default", "axial"):
+        raise ValueError(f"rope_type of rope_parameters: {kind} is not supported")
     return float(today.get("rope_theta") or vision.get("rope_theta") or 10000.0)
 
 
@@ -246,8 +257,11 @@ def tower_pixels(vision: Json, size: ProcessorSize) -> int:
 
 
 def shorter_side(size: ProcessorSize) -> ProcessorSize:
-    """`size` of a processor that crops a square: {"shortest_edge": 336} as 336."""
-    return size["shortest_edge"] if isinstance(size, dict) and len(size) == 1 else size
+    """`size` of a processor that crops a square: {"shortest_edge": 336} as 336. Raises ValueError
+    for one that stretches images to a square."""
+    if isinstance(size, dict) and size.keys() != {"shortest_edge"}:
+        raise ValueError(f"size of a processor: {size}, where only a shortest_edge is supported")
+    return size["shortest_edge"] if isinstance(size, dict) else size
 
 
 def rgb(value: float | list[float]) -> tuple[float, float, float]:
@@ -260,6 +274,8 @@ def side(value: int | list[int] | dict[str, int]) -> int:
     """The side of a square, in whichever form JSON has it."""
     if not isinstance(value, list | dict):
         return int(value)
+    if isinstance(value, dict) and value.keys() != {"height", "width"}:
+        raise ValueError(f"a size of {value}: only height and width are supported")
     one, *others = value.values() if isinstance(value, dict) else value
     if others != [one]:
         raise ValueError(f"a size of {value}: only squares are supported")

@@ -18,7 +18,7 @@ from actors.spec.sizing import (
     check_aspect,
     smart_resize,
 )
-from actors.spec.tiles import StretchedTiles, nearest_canvas
+from actors.spec.tiles import MOST_TILES, StretchedTiles, nearest_canvas
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 Layout = tuple[int, int]  # rows and columns
@@ -164,7 +164,9 @@ class ScaledSlices(SlicedSizing):
         return math.ceil(blocks * math.sqrt(MAX_ASPECT) + 1) * self.merge_size
 
     def most_tokens(self, slices: int) -> int:
-        """Of the longest image, and of its slices."""
+        """Of the longest image, and of its slices. Raises ValueError."""
+        if slices > MOST_TILES:
+            raise ValueError(f"{slices} slices of an image")
         counts = range(2, slices + 1)
         return self.longest_tokens(MAX_ASPECT) + max(
             (n * self.longest_tokens(max(SQUARISH, MAX_ASPECT / n)) for n in counts), default=0

@@ -28,6 +28,9 @@ COVERED_OVER = 0.9
 """Ovis 2 takes the fewest tiles that keep a larger share of the image's area."""
 CACHED_PARTITIONS = 256
 
+MOST_TILES = 10_000
+"""Of an image: more than any model has. All their layouts are tried."""
+
 Layout = tuple[int, int]  # rows and columns of tiles
 
 
@@ -196,8 +199,7 @@ class FilledTiles(PaddedTiles):
     @property
     def aspects(self) -> list[Layout]:
         """All canvases, as the tower numbers them; transformers: supported_aspect_ratios."""
-        sides = range(1, self.max_tiles + 1)
-        return [(down, across) for down in sides for across in sides if down * across <= sides[-1]]
+        return sorted(layouts(1, self.max_tiles))
 
     @property
     def tile_tokens(self) -> int:
@@ -525,7 +527,10 @@ def with_overview(tiles: int) -> int:
 
 @lru_cache
 def layouts(least: int, most: int) -> tuple[Layout, ...]:
-    """All layouts with `least` to `most` tiles: fewer first, then narrower first."""
+    """All layouts with `least` to `most` tiles: fewer first, then narrower first. Raises
+    ValueError."""
+    if most > MOST_TILES:
+        raise ValueError(f"{most} tiles of an image")
     found = [
         (rows, columns)
         for columns in range(1, most + 1)

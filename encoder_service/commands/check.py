@@ -26,6 +26,7 @@ from rich.table import Table
 from actors.engine.budgets import Capacity
 from actors.errors import ConfigError
 from actors.families.registry import read
+from actors.models.load import family_of
 from actors.models.precision import parse_plan
 from actors.options import EncoderOptions
 from actors.spec.model_spec import ModelSpec
@@ -125,6 +126,7 @@ def described(document: dict[str, Any], path: Path) -> tuple[list[Table], list[s
     for service in services:
         check_timeouts(document, service.limits.timeout_seconds, str(path))
         spec = read(service.model)
+        family_of(spec)
         pools = fitted(service, spec)
         largest, room = next(iter(pools.values()))
         check_scaling(service)

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from actors.errors import CheckpointError, ConfigError
 from actors.families.registry import model_type_of, video_styles
 from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Preset, find
+from actors.spec.checkpoint import DAMAGED, Files, Preset, find
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import VideoSizing, VideoStyle
 from actors.types import ModelDtype
@@ -65,7 +65,7 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
             int(config[f"{each}_token_id"]) for each in ("image", "video")
         )
         longest = int(text.get("max_position_embeddings", COMMON_LENGTH))
-    except (KeyError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         raise CheckpointError(
             f"llm: {own.id!r} has no language model: its config.json lacks or misstates {error}"
         ) from None

@@ -17,7 +17,7 @@ from actors.models.load import load
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
-from tests.checkpoints import KIMI, KIMI_K25, PADDLE, VIDEO_LLAMA
+from tests.checkpoints import CHECKPOINTS, KIMI, KIMI_K25, PADDLE, VIDEO_LLAMA, write_made
 from tests.checkpoints_audio import write_qwen3_omni, write_qwen25_omni
 from tests.parity.conftest import Pair
 from tests.parity.table import check
@@ -57,6 +57,21 @@ def test_vision_towers_beside_audio_towers(
     plans = [tower.spec.sizing.plan(size) for size in (Size(640, 480), Size(96, 300))]
     patches = random_patches(tower, plans)
     ours = encode(tower, plans, patches, sum(plan.tokens for plan in plans) + 5, segments=4)
+    check(model_type, ours, theirs(pair, plans, patches))
+
+
+@pytest.mark.parametrize(
+    "model_type", ["qwen2_vl", "qwen2_5_vl", "exaone4_5", "glm4v", "glm5_next"]
+)
+def test_rotary_frequencies_are_those_of_the_configuration(model_type: str, tmp_path: Path) -> None:
+    rope = {"rope_parameters": {"rope_type": "axial", "rope_theta": 77.0}}
+    made = CHECKPOINTS[model_type]
+    reference = write_made(tmp_path, replace(made, vision={**made.vision, **rope}))
+    tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
+    pair = Pair(reference, tower, tmp_path, model_type)
+    plans = [tower.spec.sizing.plan(size) for size in (Size(640, 480), Size(96, 300))]
+    patches = random_patches(tower, plans)
+    ours = encode(tower, plans, patches, sum(plan.tokens for plan in plans), segments=4)
     check(model_type, ours, theirs(pair, plans, patches))
 
 

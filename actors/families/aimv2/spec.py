@@ -9,11 +9,9 @@ from actors.spec.settings import ModelSource, only
 
 
 def aimv2(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state. The keys of the tower are those of config.json itself."""
-    only(source.config, {"is_native": False}, "config.json")
-    vision: Json = {key: source.config.get(key, usual) for key, usual in TOWER.items()}
-    only(vision, {"hidden_act": "silu"}, "config.json")
-    vision |= {"model_type": CLIP_TOWER}
+    """Rows of the last hidden state."""
+    only(source.config, {"is_native": False, "hidden_act": "silu"}, "config.json")
+    vision = source.tower | {"model_type": CLIP_TOWER}
     width = vision["hidden_size"]
     return one_tile("aimv2_vision_model", "aimv2", source, vision, width, class_tokens=0)
 

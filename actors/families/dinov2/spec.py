@@ -22,9 +22,7 @@ def with_registers(source: ModelSource) -> ModelSpec:
 
 
 def tower(family: str, source: ModelSource) -> ModelSpec:
-    """The keys of the tower are those of config.json itself."""
-    defaults = source.vision_defaults
-    vision: Json = {key: source.config.get(key, usual) for key, usual in defaults.items()}
+    vision = source.tower
     only(vision, {"hidden_act": "gelu", "qkv_bias": True}, "config.json")
     mlp_width = int(vision["hidden_size"] * vision["mlp_ratio"])
     if vision["use_swiglu_ffn"]:  # transformers: Dinov2SwiGLUFFN

@@ -22,9 +22,8 @@ PIXELS: Json = IMAGENET_PIXELS | {"resample": PIL_RESAMPLING["bilinear"], "size"
 
 def dinov3(source: ModelSource) -> ModelSpec:
     """Rows of the last hidden state, that of the class token first, then those of the register
-    tokens; or the class token's alone. The keys of the tower are those of config.json itself."""
-    defaults, processor = source.vision_defaults, source.image_processor(PIXELS, None)
-    vision: Json = {key: source.config.get(key, usual) for key, usual in defaults.items()}
+    tokens; or the class token's alone."""
+    vision, processor = source.tower, source.image_processor(PIXELS, None)
     only(vision, {"hidden_act": "silu" if vision["use_gated_mlp"] else "gelu"}, "config.json")
     only(processor, {"do_center_crop": False}, "the image processor")
     patch, pixels = side(vision["patch_size"]), side(processor["size"])

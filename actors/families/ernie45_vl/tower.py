@@ -17,7 +17,6 @@ from actors.models.layers.weights import Dimensions, Weights, affine, expected_b
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("vision_model.", "resampler_model.")
 
@@ -57,5 +56,4 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "quick_gelu", epsilon),
         head=head,
-        theta=rope_theta(spec.vision),
     )

@@ -38,5 +38,6 @@ VISION_DEFAULTS = {
         **{"patch_size": 16, "pooling_kernel_size": 3, "position_embedding_size": 10240},
         **{"rms_norm_eps": 1e-6, "hidden_activation": "gelu_pytorch_tanh"},
         **{"use_clipped_linears": False, "standardize": False},
+        "rope_parameters": {"rope_type": "axial", "rope_theta": 100.0},
     }
 }

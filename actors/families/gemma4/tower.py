@@ -49,8 +49,6 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 """Of each linear layer of the blocks, with `use_clipped_linears`."""
 STANDARD = ("std_bias", "std_scale")
 
-THETA = 100.0
-
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
     tower, heads = Dimensions.read(spec), int(spec.vision["head_dim"])
@@ -102,14 +100,12 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     layers = [ours(layer, tower.heads) for layer in weights.blocks(NAMES, tower.depth)]
     if spec.vision["use_clipped_linears"]:
         layers = [clipped(layer, index, weights) for index, layer in enumerate(layers)]
-    today = spec.vision.get("rope_parameters") or {}
     return PackedParts(
         embedding=weights.embedding(PATCHES, spec, channels_last=True),
         layers=layers,
         style=Style(tower.heads, "geglu_tanh", epsilon, norm="rms", both_norms=True),
         head=head,
         positions=Positions(table, one_of_each_axis, taps=2),
-        theta=float(today.get("rope_theta") or THETA),
     )
 
 

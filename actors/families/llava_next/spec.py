@@ -35,8 +35,7 @@ def llava_next(source: ModelSource) -> ModelSpec:
 
 def sizing_of(source: ModelSource, processor: Json, vision: Json) -> AnyresSizing:
     """That of LlavaNextImageProcessor."""
-    square = processor | {"size": shorter_side(processor.get("size"))}
-    sizing = anyres(vision, square, pinpoints_of(source, processor) or PINPOINTS)
+    sizing = anyres(vision, processor, pinpoints_of(source, processor) or PINPOINTS)
     if side(processor.get("crop_size") or sizing.picture_pixels) != sizing.picture_pixels:
         raise ValueError(
             f"crop_size of the image processor: only {sizing.picture_pixels} is supported"
@@ -55,8 +54,11 @@ def llava_next_video(source: ModelSource) -> ModelSpec:
         raise ValueError("patch_size of vision_config: only even numbers of patches are supported")
     only(settings, {"fps": None, "do_center_crop": True}, "the video processor")
     pixels = sizing.picture_pixels
-    for key in ("size", "crop_size"):
-        if side(shorter_side(settings.get(key)) or pixels) != pixels:
+    for key, size in (
+        ("size", shorter_side(settings.get("size"))),
+        ("crop_size", settings.get("crop_size")),
+    ):
+        if side(size or pixels) != pixels:
             message = f"{key} of the video processor: only the tower's {pixels} is supported"
             raise ValueError(message)
     rule = Evenly(int(settings.get("num_frames") or FRAMES))

@@ -68,7 +68,10 @@ def anyres(
 ) -> AnyresSizing:
     """`pinpoints`: heights and widths of canvases, in pixels. Without `aspect` no canvas is scaled
     down."""
-    patch, pixels = side(vision["patch_size"]), tower_pixels(vision, processor.get("size"))
+    size = processor.get("size")
+    if isinstance(size, dict) and "shortest_edge" in size:  # a square in this form, too
+        size = size["shortest_edge"]
+    patch, pixels = side(vision["patch_size"]), tower_pixels(vision, size)
     whole = [pixels * tiles for tiles in range(1, 7)]
     canvases = pinpoints or [list(canvas) for canvas in product(whole, whole)]
     if any(edge % pixels or edge <= 0 for canvas in canvases for edge in canvas):

@@ -25,7 +25,6 @@ from actors.models.layers.weights import (
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("vision_tower.vision_model.", "multi_modal_", "patch_merge_")
 
@@ -68,7 +67,6 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         style=Style(tower.heads, "gelu", epsilon),
         head=head,
         stem=lambda x: layer_norm(x, before, epsilon),
-        theta=rope_theta(spec.vision),
     )
 
 
@@ -102,6 +100,6 @@ class MiniMaxTower(PackedTower):
         (length, columns), head_size = self.cos.shape, 4 * self.cos.shape[1]
         count = frequencies(head_size)
         powers = torch.arange(count, dtype=torch.float32) / count
-        angles = torch.arange(length, dtype=torch.float32)[:, None] / parts.theta**powers
+        angles = torch.arange(length, dtype=torch.float32)[:, None] / self.theta**powers
         angles = F.pad(angles, (0, columns - count)).to(self.cos.device)
         self.cos, self.sin = angles.cos(), angles.sin()

@@ -12,12 +12,10 @@ from actors.spec.settings import ModelSource, only
 
 
 def mlcd(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, or the class token's alone.
-    The keys of the tower are those of config.json itself."""
+    """Rows of the last hidden state, that of the class token first, or the class token's alone."""
     only(source.config, {"num_key_value_groups": 1}, "config.json")
-    vision: Json = {key: source.config.get(key, usual) for key, usual in TOWER.items()}
-    vision |= {"model_type": CLIP_TOWER, "used_layers": vision["num_hidden_layers"]}
-    vision |= {"rope_parameters": source.config.get("rope_parameters")}
+    vision = source.tower | {"model_type": CLIP_TOWER}
+    vision |= {"used_layers": vision["num_hidden_layers"]}
     spec = one_tile("mlcd", "mlcd", source, vision, vision["hidden_size"], class_tokens=1)
     return spec if source.options.output == "rows" else with_vectors(spec, CLIP_TOWER, source)
 
@@ -26,6 +24,7 @@ TOWER: Json = {
     **{"hidden_size": 1664, "intermediate_size": 8192, "num_hidden_layers": 48},
     **{"num_attention_heads": 16, "image_size": 336, "patch_size": 14},
     **{"hidden_act": "gelu", "layer_norm_eps": 1e-5},
+    "rope_parameters": {"rope_type": "axial", "rope_theta": 10000.0},
 }
 MODEL_TYPES = {"mlcd": mlcd, "mlcd_vision_model": mlcd}
 VISION_DEFAULTS = dict.fromkeys(MODEL_TYPES, TOWER)

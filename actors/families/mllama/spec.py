@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import CLIP_PIXELS, ModelSource, only, tile_sides
+from actors.spec.settings import HALVES, ModelSource, only, tile_sides
 from actors.spec.tiles import FilledTiles
 
 
 def mllama(source: ModelSource) -> ModelSpec:
     """Rows are what cross-attention layers of the language model read of the image."""
-    vision, processor = source.vision, source.image_processor(CLIP_PIXELS, "bilinear")
+    vision, processor = source.vision, source.image_processor(HALVES, "bilinear")
     tiles, taps = int(vision["max_num_tiles"]), list(vision["intermediate_layers_indices"])
     only(processor, {"max_image_tiles": tiles, "do_pad": True}, "the image processor")
     sizing = FilledTiles(**tile_sides(vision, processor), merge_size=1, max_tiles=tiles)

@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.errors import ConfigError
-from actors.families.phi4_multimodal.tower import APPENDED, widened
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, Attend, BlocksForm, BlockWeights, Style, layer_norm
 from actors.models.layers.patches import centred
 from actors.models.layers.weights import (
+    APPENDED,
     BlockNames,
     Dimensions,
     Weights,
     affine,
     expected_blocks,
+    widened,
 )
 from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Family

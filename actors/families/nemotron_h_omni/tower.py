@@ -119,6 +119,7 @@ def parts(spec: ModelSpec, weights: Weights) -> RadioParts:
         style=Style(tower.heads, "gelu", epsilon),
         head=head,
         positions=Positions(weights.place(weights.tensors[POSITIONS][0]), cut_taps, taps=4),
+        rotary=False,
     )
     learned = weights.place(weights.tensors[LEARNED])
     return RadioParts(packed, learned, frame_embeddings(spec, weights))
@@ -156,11 +157,9 @@ class RadioTower(PackedTower):
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         patches, pictures = tokens * self.sizing.merge_size**2, self.pictures(tokens, segments)
-        shapes = dict(super().inputs(path, tokens, pictures))
-        del shapes["places"]  # there is no rotary embedding
         rows = patches + pictures * len(self.learned)
         return {
-            **shapes,
+            **super().inputs(path, tokens, pictures),
             **self.attention.inputs(rows, pictures),
             "order": ((rows,), torch.int32),
             "kept": ((patches,), torch.int32),
@@ -213,11 +212,6 @@ class RadioTower(PackedTower):
         first, later = (centred(values[name], self.dtype) for name in ("patches", "later"))
         film = self.frames[0].linear(first) + F.linear(later, self.frames[1])
         return torch.where(values["filmed"], film, x)
-
-    def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
-        values = super().rows_of_grid(rows, columns)
-        del values["places"]
-        return values
 
 
 def cut_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,9 @@ WIDTH = 1536
 def ovis2(source: ModelSource) -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"hidden_act": "silu", "tokenize_function": "softmax"}, "vision_config")
-    only(processor, {"use_covering_area_grid": True}, "the image processor")
+    only(
+        processor, {"use_covering_area_grid": True, "do_center_crop": False}, "the image processor"
+    )
     cut = processor.get("crop_to_patches", False)
     sizing = PartitionedTiles(
         **tile_sides(vision, processor),

@@ -17,7 +17,6 @@ from actors.models.layers.weights import Dimensions, Weights, affine
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("visual.vision_model.", "mlp_AR.", "projector.")
 """The projector's are as published, and as transformers names it."""
@@ -57,5 +56,4 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         style=Style(tower.heads, "gelu_tanh", epsilon),
         head=head,
         positions=Positions(table, centred_bilinear_taps, taps=4),
-        theta=rope_theta(spec.vision),
     )

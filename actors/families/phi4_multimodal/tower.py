@@ -3,14 +3,14 @@
 Computes what transformers.models.phi4_multimodal computes in Phi4MultimodalImageEmbedding, for each
 image as if it were alone in its batch. Patches that are padding are no keys of attention, but the
 last of them share a token with patches of the image, and so are computed. Their keys are hidden in
-values that are appended to each head: 1 in queries, a large negative number in such keys, else 0.
-So every attention kernel serves.
+values that are appended to each head: positive in queries, far below zero in such keys, else 0. So
+every attention kernel serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -21,11 +21,18 @@ from torch import Tensor
 
 from actors.families.clip.tower import LAST_NORM, NAMES, PATCHES, POOLING, POSITIONS, tower_shapes
 from actors.kernels.attention import Attention, Shapes, Values
-from actors.models.layers.block import Attend, BlocksForm, BlockWeights, Style
+from actors.models.layers.block import Attend, BlocksForm, Style
 from actors.models.layers.patches import Positions, places
-from actors.models.layers.weights import Dimensions, Weights, affine, expected_blocks
+from actors.models.layers.weights import (
+    APPENDED,
+    Dimensions,
+    Weights,
+    affine,
+    expected_blocks,
+    widened,
+)
 from actors.models.packed import CACHED_GRIDS, PackedParts, PackedTower
-from actors.models.tower import Family
+from actors.models.tower import Family, chosen
 from actors.spec.model_spec import ModelSpec
 from actors.spec.slices import PaddedCrops
 from actors.types import Grid, ItemPlan
@@ -41,11 +48,9 @@ PUBLISHED = {
 }
 """The names that its own code gives to what transformers calls otherwise."""
 
-APPENDED = 8
-"""Values that are appended to each head: kernels take multiples of this."""
-SHOWN, HIDDEN = 64.0, -2048.0
-"""In the first of them, of queries and of hidden keys: exact in bfloat16 and float16. Their product
-over the root of the head size is below -10000, so that weights are zero."""
+HIDDEN = -2048.0
+"""The first value that is appended to hidden keys. Its product with SHOWN, over the root of the
+head size, is below -10000, so that weights are zero."""
 NEWLINE, SEPARATOR = -2, -1  # in an order of rows
 
 KEYS = "hidden_keys"
@@ -110,29 +115,9 @@ def parts(spec: ModelSpec, weights: Weights) -> PhiParts:
         positions=Positions(
             weights.place(weights.tensors[f"{POSITIONS}.weight"]), bucketed_taps, taps=1
         ),
+        rotary=False,
     )
     return PhiParts(packed, newline, separator)
-
-
-def widened(layer: BlockWeights, heads: int) -> BlockWeights:
-    """With the appended values of each head. Scores keep their scale, which kernels derive from the
-    size of a head."""
-    weight, bias = (
-        each.float().unflatten(0, (3, heads, -1)) for each in (layer.qkv.weight, layer.qkv.bias)
-    )
-    size = bias.shape[2]
-    weight, bias = F.pad(weight, (0, 0, 0, APPENDED)), F.pad(bias, (0, APPENDED))
-    for each in (weight, bias):
-        each[0] *= ((size + APPENDED) / size) ** 0.5
-    bias[0, :, size] = SHOWN
-    dtype, proj = layer.qkv.weight.dtype, layer.proj.weight.unflatten(1, (heads, size))
-    return replace(
-        layer,
-        qkv=replace(
-            layer.qkv, weight=weight.flatten(0, 2).to(dtype), bias=bias.flatten().to(dtype)
-        ),
-        proj=replace(layer.proj, weight=F.pad(proj, (0, APPENDED)).flatten(1)),
-    )
 
 
 class HidingAttention:
@@ -170,9 +155,7 @@ class PhiTower(PackedTower):
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         patches, pictures = tokens * self.sizing.merge_size**2, self.most_pictures(tokens, segments)
-        shapes = dict(super().inputs(path, tokens, pictures))
-        del shapes["places"]  # there is no rotary embedding
-        return shapes | {"padding": ((patches, 1), torch.bool)}
+        return super().inputs(path, tokens, pictures) | {"padding": ((patches, 1), torch.bool)}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
@@ -193,15 +176,12 @@ class PhiTower(PackedTower):
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
         """Of each item the crops, whose rows form one picture, the separator, the whole image."""
-        rows, parts, start = torch.cat([*self.lines, outputs[0]]), [], len(self.lines)
+        found, start = [], len(self.lines)
         for plan in plans:
             order = self.order(plan.grid_thw)
-            parts.append(torch.where(order < 0, order + len(self.lines), order + start))
+            found.append(torch.where(order < 0, order + len(self.lines), order + start))
             start += plan.path_tokens[0]
-        places = torch.cat(parts)
-        if rows.is_cuda:  # so that the engine's thread does not wait for the copy
-            places = places.pin_memory().to(rows.device, non_blocking=True)
-        return rows.index_select(0, places)
+        return chosen([*self.lines, outputs[0]], torch.cat(found))
 
     def most_pictures(self, tokens: int, segments: int) -> int:
         """A bound on the attention segments: `segments` counts images, not their crops."""

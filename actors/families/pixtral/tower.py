@@ -25,7 +25,6 @@ from actors.models.layers.weights import (
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "vision_projection.")
 """The last two: of LightOnOCR."""
@@ -86,7 +85,6 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         style=Style(tower.heads, "swiglu", epsilon=EPSILON, norm="rms"),
         head=head,
         stem=stem,
-        theta=rope_theta(spec.vision),
     )
 
 
@@ -102,8 +100,8 @@ class PixtralTower(PackedTower):
         super().__init__(spec, parts, attention, blocks)
         self.longest = len(self.cos)
         head_size = len(parts.embedding.weight) // parts.style.heads
-        slower = parts.theta ** (-2 / head_size)
-        columns = rotary_tables(self.longest, head_size, parts.theta, slower)
+        slower = self.theta ** (-2 / head_size)
+        columns = rotary_tables(self.longest, head_size, self.theta, slower)
         cos, sin = (table.to(self.cos.device) for table in columns)
         self.cos, self.sin = torch.cat([self.cos, cos]), torch.cat([self.sin, sin])
 

@@ -24,7 +24,6 @@ from actors.models.layers.weights import (
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("visual.", "thinker.visual.")
 
@@ -98,5 +97,4 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         head=head,
         taps=taps,
         positions=Positions(weights.place(weights.tensors["pos_embed.weight"]), bilinear_taps, 4),
-        theta=rope_theta(spec.vision),
     )

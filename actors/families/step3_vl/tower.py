@@ -33,6 +33,7 @@ from actors.models.layers.weights import (
 from actors.models.tiled import ViewTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
+from actors.spec.settings import rope_theta
 from actors.spec.sizing import PATHS, ViewSizing
 from actors.types import ItemPlan
 
@@ -48,8 +49,6 @@ PERCEPTION = BlockNames(
     down="mlp.c_proj",
     scales=("ls_1.gamma", "ls_2.gamma"),
 )
-
-THETA = 10000.0  # a constant of the published code
 
 CLASS_TOKENS = 4
 """Step3's own code repeats the class token four times: attention weighs it fourfold."""
@@ -184,7 +183,7 @@ def perception_parts(spec: ModelSpec, weights: Weights) -> StepParts:
                 weights.start(
                     "conv1", spec, resized_table(table, side, "bilinear", antialias=False)
                 ),
-                rotary(side, tower.head_size, weights.device),
+                rotary(spec, side, tower.head_size, weights.device),
             )
             for path, side in zip(PATHS, sides(spec), strict=True)
         },
@@ -199,10 +198,12 @@ def perception_parts(spec: ModelSpec, weights: Weights) -> StepParts:
     )
 
 
-def rotary(side: int, head_size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rotary(
+    spec: ModelSpec, side: int, head_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """See ViewTable.rotary: columns before rows, both from 0."""
     on_grid = places(side, side, 1).flip(1)
-    cos, sin = rotary_tables(side, head_size, THETA)
+    cos, sin = rotary_tables(side, head_size, rope_theta(spec.vision))
     return cos[on_grid].flatten(1).to(device), sin[on_grid].flatten(1).to(device)
 
 

@@ -17,7 +17,6 @@ from actors.models.layers.weights import Dimensions, Weights, affine, expected_b
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import rope_theta
 
 PREFIXES = ("vision_model.", "projector.readout.")
 
@@ -48,5 +47,4 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "gelu_tanh", epsilon),
         head=head,
-        theta=rope_theta(spec.vision),
     )

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from actors.models.layers.block import Affine, BlockWeights
@@ -27,6 +28,12 @@ KEYS = {
 }
 """The usual key of `vision_config` for each of the Dimensions."""
 
+APPENDED = 8  # kernels take multiples of this
+SHOWN = 64.0  # exact in bfloat16 and float16
+
+MOST_LAYERS = 1000
+"""No tower has as many; their names would fill the memory."""
+
 QWEN_KEYS = KEYS | {"depth": "depth", "heads": "num_heads"}
 """The same in Qwen-VL and GLM-V."""
 
@@ -44,7 +51,16 @@ class Dimensions:
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
         """From `vision_config`, under the usual keys unless given."""
         usual = QWEN_KEYS if "depth" in spec.vision else KEYS
-        stated = {field: int(spec.vision[key]) for field, key in (usual | keys).items()}
+        named = usual | keys
+        stated = {field: int(spec.vision[key]) for field, key in named.items()}
+        for field, value in stated.items():
+            if value < 1:
+                raise ValueError(f"{named[field]}: {value}")
+        if stated["width"] % stated["heads"]:
+            raise ValueError(
+                f"{named['heads']}: {stated['heads']} does not divide {named['width']}, "
+                f"{stated['width']}"
+            )
         return cls(**stated, patch_size=spec.sizing.patch_size, merge_size=spec.sizing.merge_size)
 
     @property
@@ -93,6 +109,28 @@ def with_keys_for_each_head(layer: BlockWeights, heads: int, key_heads: int) -> 
 
     qkv = replace(layer.qkv, weight=repeated(layer.qkv.weight), bias=repeated(layer.qkv.bias))
     return replace(layer, qkv=qkv)
+
+
+def widened(layer: BlockWeights, heads: int) -> BlockWeights:
+    """The layer with APPENDED values after each head, by which an attention hides rows: SHOWN first
+    in queries, otherwise zeros. Scores keep their scale, which kernels derive from the size of a
+    head."""
+    weight, bias = (
+        each.float().unflatten(0, (3, heads, -1)) for each in (layer.qkv.weight, layer.qkv.bias)
+    )
+    size = bias.shape[2]
+    weight, bias = F.pad(weight, (0, 0, 0, APPENDED)), F.pad(bias, (0, APPENDED))
+    for each in (weight, bias):
+        each[0] *= ((size + APPENDED) / size) ** 0.5
+    bias[0, :, size] = SHOWN
+    dtype, proj = layer.qkv.weight.dtype, layer.proj.weight.unflatten(1, (heads, size))
+    return replace(
+        layer,
+        qkv=replace(
+            layer.qkv, weight=weight.flatten(0, 2).to(dtype), bias=bias.flatten().to(dtype)
+        ),
+        proj=replace(layer.proj, weight=F.pad(proj, (0, APPENDED)).flatten(1)),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +267,9 @@ class Weights:
 def expected_blocks(
     names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
 ) -> Expected:
-    """`qk_size`: of the norms of q and k, if they are for each head."""
+    """`qk_size`: of the norms of q and k, if they are for each head. Raises ValueError."""
+    if depth > MOST_LAYERS:
+        raise ValueError(f"{depth} layers")
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
         **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),

@@ -482,6 +482,16 @@ def test_check_names_what_is_wrong(
     assert "Traceback" not in printed.err + printed.out
 
 
+def test_check_names_a_tower_that_cannot_be_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Preset("qwen3vl-tiny").files["config.json"]
+    config["vision_config"]["num_heads"] = 0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["check", changed(tmp_path, "id: qwen3vl-tiny", f"id: {tmp_path}")]) == 1
+    assert "vision_config lacks or misstates num_heads: 0" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [

@@ -318,6 +318,15 @@ def test_exif_orientation_is_applied(form: str, orientation: int) -> None:
     assert (decode(data).int() - turned.int()).abs().float().mean() < 12
 
 
+@pytest.mark.parametrize("size", [(1, 1), (1, 40), (40, 1)])
+@pytest.mark.parametrize("orientation", range(9))
+def test_a_side_of_one_pixel_is_turned(size: tuple[int, int], orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    data = encoded(picture().resize(size), "JPEG", exif=exif.tobytes())
+    assert torch.equal(decode(data), reference(data))
+
+
 @pytest.mark.parametrize("options", [{"progressive": True}, {"subsampling": 0}, {"quality": 20}])
 def test_jpeg_is_bit_for_bit_as_pillow_decodes_it(options: dict[str, Any]) -> None:
     data = encoded(picture(317, 211), "JPEG", **options)

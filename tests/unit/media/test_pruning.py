@@ -81,9 +81,10 @@ def test_the_rule_is_that_of_pixel_prune(colours: list[list[int]], place: int) -
     assert kept.reshape(rows, columns).tolist() == pixel_prune(colours)
 
 
-def test_blocks_of_a_single_patch() -> None:
-    """VideoLLaMA 3: 588 bytes."""
-    patches = np.repeat(np.array([[1], [1], [2], [1]], np.uint8), 3 * 14**2, 1)
+@pytest.mark.parametrize("patch_size", [14, 15])
+def test_blocks_of_a_single_patch(patch_size: int) -> None:
+    """VideoLLaMA 3: 588 bytes, or an odd number."""
+    patches = np.repeat(np.array([[1], [1], [2], [1]], np.uint8), 3 * patch_size**2, 1)
     assert unrepeated(patches, (1, 2, 2), 1).tolist() == [True, False, True, True]
 
 

@@ -184,6 +184,9 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
     return {"vision_config": config["vision_config"] | change}
 
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}}
+
+
 @pytest.mark.parametrize(
     ("preset", "file", "change", "message"),
     [
@@ -191,6 +194,7 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("siglip-so400m", PROCESSOR, {"resample": 4}, r"resample .* 4 is none of"),
         ("clip-vit-l-336", PROCESSOR, {"resample": 2}, "resample"),
         ("clip-vit-l-336", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
+        ("clip-vit-l-336", PROCESSOR, {"size": {"height": 336, "width": 336}}, "a shortest_edge"),
         ("clip-vit-l-336", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("clip-vit-l-336", PROCESSOR, {"do_center_crop": False}, "do_center_crop"),
         ("dinov2-base", "config.json", {"hidden_act": "silu"}, "hidden_act"),
@@ -208,6 +212,7 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("dinov3-vitb16", "config.json", {"model_type": "dinov3_convnext"}, "without attention"),
         ("dinov3-vitb16", PROCESSOR, {"do_center_crop": True}, "do_center_crop"),
         ("dinov3-vitb16", PROCESSOR, {"size": {"height": 9, "width": 8}}, "only squares"),
+        ("dinov3-vitb16", PROCESSOR, {"size": {"shortest_edge": 224}}, "only height and width"),
         ("dinov3-vitb16", PROCESSOR, {"resample": 4}, "4 is none of"),
         ("llava15-7b", "config.json", {"projector_hidden_act": "relu"}, "projector_hidden_act"),
         ("llava15-7b", "config.json", vision("llava15-7b", model_type="vit"), "'vit' is none of"),
@@ -248,6 +253,12 @@ def vision(preset: str, **change: Any) -> dict[str, Any]:
         ("kimik25", PROCESSOR, {"media_proc_cfg": {"temporal_merge_kernel_size": 5}}, "pos_emb"),
         ("paddleocr-vl", "config.json", vision("paddleocr-vl", hidden_act="relu"), "hidden_act"),
         ("videollama3-7b", PROCESSOR, {"merge_size": 2}, "merge_size"),
+        (
+            "videollama3-7b",
+            "config.json",
+            vision("videollama3-7b", **LINEAR),
+            "rope_type .* linear",
+        ),
         ("videollama3-7b", "config.json", {"model_type": "videollama3_qwen2"}, "-HF"),
     ],
 )
@@ -321,6 +332,7 @@ def test_frames_of_llava_onevision(tmp_path: Path) -> None:
         ({"fps": 2}, "fps of the video processor"),
         ({"do_center_crop": False}, "do_center_crop of the video processor"),
         ({"size": {"shortest_edge": 224}}, "size of the video processor: only the tower's 336"),
+        ({"size": {"height": 336, "width": 336}}, "only a shortest_edge"),
         ({"crop_size": 224}, "crop_size of the video processor: only the tower's 336"),
     ],
 )

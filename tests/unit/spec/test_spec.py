@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from actors.errors import CheckpointError
+from actors.errors import CheckpointError, ServiceError
 from actors.families import registry
+from actors.models.load import family_of
 from actors.options import ModelOptions
-from actors.spec.checkpoint import Preset
+from actors.spec.checkpoint import Notes, Preset, preset_names
 from actors.spec.sizing import PackedSizing
 
 
@@ -44,8 +48,9 @@ def test_dense_and_moe_are_one_family(tmp_path: Path, architecture: str) -> None
     assert (model.family, model.weights) == ("qwen3_vl", "checkpoint")
 
 
-def test_defaults_without_a_processor(tmp_path: Path) -> None:
-    model = registry.read(write(tmp_path))
+@pytest.mark.parametrize("processor", [{}, {"image_mean": None, "size": None}])
+def test_defaults_without_settings(tmp_path: Path, processor: dict[str, Any]) -> None:
+    model = registry.read(write(tmp_path, processor=processor))
     assert (model.mean, model.std) == ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5))
     assert model.sizing == PackedSizing(16, 2, 65536, 16777216)
 
@@ -116,6 +121,44 @@ def test_a_key_that_is_missing_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl"}')
     with pytest.raises(CheckpointError, match="lacks or misstates 'vision_config'"):
         registry.read(options)
+
+
+WRONG: list[Any] = [None, "x", [], [1], {}, -1, 0, 1.5, 1e308, float("inf"), 10**30, True]
+
+
+class Damaged(Notes):
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        return self.contents.get(name)
+
+
+@given(st.sampled_from(preset_names()), st.sampled_from(WRONG), st.data())
+def test_a_damaged_file_is_refused_or_read(preset: str, wrong: Any, data: st.DataObject) -> None:
+    files: Any = Preset(preset).files
+    part = files[data.draw(st.sampled_from(sorted(files)))]
+    while True:
+        key = data.draw(st.sampled_from(list(part) if isinstance(part, dict) else range(len(part))))
+        if not isinstance(part[key], dict | list) or not part[key] or data.draw(st.booleans()):
+            break
+        part = part[key]
+    part[key] = wrong
+    with suppress(ServiceError):
+        family_of(registry.read(ModelOptions(id=preset, load_format="dummy"), Damaged(files)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": 0}, "vision_config lacks or misstates num_heads: 0"),
+        ({"num_heads": 5}, "num_heads: 5 does not divide hidden_size, 64"),
+        ({"depth": 10**30}, "layers"),
+        ({"depth": float("inf")}, "infinity"),
+    ],
+)
+def test_a_tower_that_cannot_be(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    vision = Preset("qwen3vl-tiny").files["config.json"]["vision_config"] | {"hidden_size": 64}
+    spec = registry.read(write(tmp_path, {"vision_config": vision | change}))
+    with pytest.raises(CheckpointError, match=message):
+        family_of(spec)
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:

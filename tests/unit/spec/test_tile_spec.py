@@ -79,6 +79,13 @@ def test_without_a_processor_the_means_are_those_of_imagenet(tmp_path: Path) -> 
     assert model.sizing == STRETCHED
 
 
+def test_pixels_of_llama_32_where_the_processor_does_not_say(tmp_path: Path) -> None:
+    """transformers: MllamaImageProcessor, whose published file says CLIP's."""
+    absent = {"image_mean": None, "image_std": None}
+    model = registry.read(changed(tmp_path, "llama32-vision-11b", PROCESSOR, absent))
+    assert (model.mean, model.std) == ((0.5,) * 3, (0.5,) * 3)
+
+
 def test_ovis2_may_have_one_tile(tmp_path: Path) -> None:
     options = changed(tmp_path, "ovis2-2b", PROCESSOR, {"crop_to_patches": None})
     assert registry.read(options).sizing == PartitionedTiles(448, 14, 2, 1)
