@@ -122,6 +122,15 @@ class Encoder:
         ORIGIN.set(origin)
         work = Work.of(item.plan.work for item in media)
         waiting = work.times(waiting_per_sent)
+
+        def answered(part: Reply) -> None:
+            nonlocal work
+            assert early
+            done = Work.of(media[place].plan.work for place in part.places)
+            work = work.without(done)
+            self.outstanding = self.outstanding.without(done)
+            early(part)
+
         self.outstanding = Work.of([self.outstanding, work])
         self.waiting = Work.of([self.waiting, waiting])
         try:
@@ -129,7 +138,7 @@ class Encoder:
                 "shard", "server", replica=self.replica, items=len(media), patches=work.patches
             ):
                 answers = await self.pipeline.encode(
-                    media, dtype, timeout_seconds, keep=keep, early=early
+                    media, dtype, timeout_seconds, keep=keep, early=early and answered
                 )
         finally:
             self.outstanding = self.outstanding.without(work)

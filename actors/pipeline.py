@@ -313,7 +313,7 @@ class Pipeline:
         """Its id in place of its data. Raises TooLarge, Overloaded."""
         name = self.references.keep(Kept.of(media, embedding), monotonic(), block)
         reference = reference_id(self.writer.replica, name)
-        return replace(embedding, data=NO_BYTES, reference=reference)
+        return replace(embedding, data=NO_BYTES, scales=b"", reference=reference)
 
     def _answer(
         self, media: Media, task: asyncio.Task[Embedding], timeout_seconds: float

@@ -452,10 +452,11 @@ class Dispatcher:
 
     def _lose(self, replica: str, items: Sequence[InFlightItem], error: Exception) -> None:
         """Counts a loss for each item, and fails those that have reached their limit."""
-        logger.warning("replica %s lost %d items: %s", replica, len(items), error)
-        self.ledger.exclude(replica, now())
         alone = len(items) == 1 and isinstance(error, ReplicaDied)
-        for item in items:
+        lost = [item for item in items if not item.answer.done()]
+        logger.warning("replica %s lost %d items: %s", replica, len(lost), error)
+        self.ledger.exclude(replica, now())
+        for item in lost:
             item.losses += 1
             item.lone_deaths += alone
             if item.lone_deaths >= MAX_LONE_DEATHS:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import struct
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -54,9 +56,11 @@ class RowsReader:
         try:
             channel.settimeout(CONNECT_SECONDS)
             channel.connect(place.unix)
-            return cls(channel)
+            if owner(channel) == os.getuid():
+                return cls(channel)
         except OSError:  # another machine, container or user
-            channel.close()
+            pass
+        channel.close()
         host, _, port = place.tcp.rpartition(":")
         try:
             return cls(socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS))
@@ -127,3 +131,11 @@ class RowsReader:
     def _lost(self, error: Exception) -> ConnectionError:
         self.close()
         return ConnectionError(f"the connection to the replica was lost: {error}")
+
+
+def owner(channel: socket.socket) -> int:
+    """The user of the process that listens on a unix socket. Once a replica is gone, anybody can
+    make its folder in /tmp again."""
+    found = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    uid: int = struct.unpack("3i", found)[1]
+    return uid

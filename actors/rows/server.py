@@ -36,7 +36,7 @@ log = logging.getLogger("ray.serve")
 
 MOST_CONNECTIONS = 128
 STRANGER_SECONDS = 5.0
-"""How long a connection that has named no kept id may take for a request."""
+"""How long a connection over TCP that has named no kept id may take for a request."""
 SEND_SECONDS = 5.0  # without any progress
 PORTS = 16  # that are tried from `references.port` on: a replica each
 UNKNOWN = "no embedding is kept under this id: it expired, was released or evicted"
@@ -59,13 +59,10 @@ class RowsConnection:
 
     def __init__(self, channel: socket.socket) -> None:
         self.channel = channel
-        self.known = False  # it has named a kept id
+        self.local = channel.family == socket.AF_UNIX
+        self.known = self.local  # a process of this user, or one that has named a kept id
         self.held: Counter[str] = Counter()
-        limited(channel, STRANGER_SECONDS, SEND_SECONDS)
-
-    @property
-    def local(self) -> bool:
-        return self.channel.family == socket.AF_UNIX
+        limited(channel, HOLD_SECONDS if self.known else STRANGER_SECONDS, SEND_SECONDS)
 
     def request(self) -> bytes:
         """The next request; anything shorter when the connection ends or is too slow."""
@@ -143,10 +140,14 @@ class RowsServer:
                 sleep(0.05)  # it was closed; or no more files can be opened
                 continue
             connection = RowsConnection(channel)
-            if self._take(connection):
-                Thread(target=self._serve, args=(connection,), name="rows", daemon=True).start()
-            else:
-                channel.close()
+            thread = Thread(target=self._serve, args=(connection,), name="rows", daemon=True)
+            try:
+                if self._take(connection):
+                    thread.start()
+                    continue
+            except RuntimeError as error:  # no more threads can be started
+                log.warning("a reader of rows could not be served: %s", error)
+            self._close(connection)
 
     def _take(self, connection: RowsConnection) -> bool:
         """Whether there is room for it. Those that have named no id make room first."""
@@ -171,13 +172,16 @@ class RowsServer:
         except Exception:
             log.exception("a reader of rows could not be answered")
         finally:
-            connection.channel.close()
-            for name in connection.held.elements():
-                self._store.free(name)
-            connection.held.clear()
-            with self._changed:
-                self._connections.pop(connection, None)
-                self._changed.notify_all()
+            self._close(connection)
+
+    def _close(self, connection: RowsConnection) -> None:
+        connection.channel.close()
+        for name in connection.held.elements():
+            self._store.free(name)
+        connection.held.clear()
+        with self._changed:
+            self._connections.pop(connection, None)
+            self._changed.notify_all()
 
     def _answer(self, connection: RowsConnection, verb: bytes, name: str) -> None:
         fields: dict[str, Any] = {}
@@ -196,6 +200,8 @@ class RowsServer:
             fields = {"error": error.message}
         send(connection.channel, memoryview(answer(fields)))
         send(connection.channel, rows)
+        with self._changed:  # once it has its answer: `stop` ends those that hold nothing
+            self._changed.notify_all()
 
     def _held(self, connection: RowsConnection, name: str) -> dict[str, Any]:
         found = self._store.hold(name)
@@ -211,5 +217,3 @@ class RowsServer:
         if not connection.held[name]:
             del connection.held[name]
         self._store.free(name)
-        with self._changed:
-            self._changed.notify_all()

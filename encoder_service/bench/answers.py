@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from base64 import b64encode
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -193,6 +194,7 @@ class Pictures:
     def __init__(self, repeated: float) -> None:
         self.repeated = repeated
         self.made = 0
+        self.earlier: defaultdict[Kind, list[Images]] = defaultdict(list)
         self.pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
 
     async def of(self, kind: Kind, count: int) -> list[Images]:
@@ -203,10 +205,12 @@ class Pictures:
         loop = asyncio.get_running_loop()
         made = [loop.run_in_executor(self.pool, drawn, kind.sizes, seed) for seed in seeds]
         found = list(await asyncio.gather(*made))
-        random = Random(self.made)
-        for place in range(1, count):
-            if random.random() < self.repeated:
-                found[place] = found[random.randrange(place)]
+        if self.repeated:
+            random, earlier = Random(self.made), self.earlier[kind]
+            for place in range(count):
+                if earlier and random.random() < self.repeated:
+                    found[place] = random.choice(earlier)
+                earlier.append(found[place])
         return found
 
 

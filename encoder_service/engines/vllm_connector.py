@@ -17,9 +17,11 @@ itself.
 from __future__ import annotations
 
 import logging
+import math
 import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +48,8 @@ log = logging.getLogger(__name__)
 
 AHEAD_BYTES = 2**30
 """`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
+PAUSED_SECONDS = 5.0
+"""Replicas wait for so long, or longer, for a reader that says nothing (rows/server.py)."""
 LOST = "the connection to its replica was lost"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
@@ -79,6 +83,19 @@ class PendingFetch:
         """The rows that were held are gone, with the connection to their replica."""
         done = self.rows.done() and not self.rows.exception()
         return done and self.rows.result().lost
+
+
+@dataclass
+class LoadingRequest:
+    """One to whose rows a step was sent."""
+
+    request: Any
+    tokens: int
+    """That it had generated then."""
+    sent: float = 0.0
+    """When the latest step was, in seconds of `monotonic`."""
+    rows: dict[int, FetchedRows] = field(default_factory=dict)
+    """By the item's index."""
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
@@ -121,8 +138,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Names of embeddings in whose place zeros were sent: vLLM's caches may have them."""
         self.stats = LoadStats()
         self.needed = RowsToLoad()
-        self.loading: dict[str, tuple[Any, int]] = {}
-        """Requests to whose rows a step was sent, and how many tokens they had then."""
+        self.loading: dict[str, LoadingRequest] = {}
         self.loader: RowLoader | None = None
         self.client: Client | None = None
         self.source: RowSource | None = None
@@ -214,7 +230,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.stats.count("failed")
 
     def take_unavailable_requests(self) -> set[str]:
-        """Ids of failed requests, each returned once."""
+        """Ids of failed requests, each returned once. vLLM asks after each step."""
+        for one in self.loading.values():
+            self.distrust(one)
         failed, self.failed = self.failed, set()
         return failed
 
@@ -236,12 +254,26 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 self.fail(request, index, LOST)
             self.stats.loaded(fetched.size_bytes, fetch.time.seconds, fetched.path)
             fetch.sent.add(request.request_id)
-            self.loading.setdefault(request.request_id, (request, request.num_output_tokens))
+            made = LoadingRequest(request, request.num_output_tokens)
+            loading = self.loading.setdefault(request.request_id, made)
+            loading.sent, loading.rows[index] = monotonic(), fetched
+
+    def distrust(self, loading: LoadingRequest) -> None:
+        """Fails a request whose rows may have been copied after its replica took them back: from a
+        reader that says nothing for a while, as when its container is paused."""
+        if monotonic() < loading.sent + PAUSED_SECONDS:
+            return  # a replica that is killed takes nothing back
+        for index, fetched in loading.rows.items():
+            if fetched.lost:
+                loading.sent = math.inf  # once is enough
+                self.spoiled.add(loading.request.mm_features[index].identifier)
+                self.fail(loading.request, index, LOST)
 
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
-        for request, tokens in list(self.loading.values()):
-            if request.num_output_tokens > tokens:  # so every worker has computed its whole prompt
-                self.loaded(request)
+        for one in list(self.loading.values()):
+            # With a token, every worker has computed the whole prompt.
+            if one.request.num_output_tokens > one.tokens:
+                self.loaded(one.request)
         built, self.needed = self.needed, RowsToLoad()
         built.memories = the(self.source).memories()
         return built
@@ -252,8 +284,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def loaded(self, request: Any) -> None:
         """Forgets the embeddings of a request whose steps are through with them."""
-        _, tokens = self.loading.pop(request.request_id, (request, -1))
-        aborted = request.num_output_tokens == tokens
+        loading = self.loading.pop(request.request_id, LoadingRequest(request, -1))
+        self.distrust(loading)
+        aborted = request.num_output_tokens == loading.tokens
         for feature in request.mm_features:
             self.drop(feature.identifier, request.request_id, in_use=aborted)
 

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from math import prod
 from threading import Event, Lock, Semaphore, Thread, Timer
@@ -118,13 +119,13 @@ class RowSource:
         self.offered: WeakValueDictionary[int, OfferedMemory] = WeakValueDictionary()
         self.numbers = count(RECEIVED + 1)
         self.lock = Lock()  # guards connections and offers; never held for long
-        self.connecting = Lock()
+        self.connecting: WeakValueDictionary[str, Any] = WeakValueDictionary()
+        """A lock for each replica that somebody connects to."""
         self.line = Lock()  # whoever waits for room is next
         self.turns = Semaphore(FETCHES_AT_ONCE)
         self.closed = Event()
         self.threads = ThreadPoolExecutor(THREADS, "rows")
         self.freeing = ThreadPoolExecutor(1, "rows-free")
-        Thread(target=self._ping, name="rows-ping", daemon=True).start()
 
     def begin(self, name: str) -> Future[FetchedRows]:
         return self.threads.submit(self._fetch, name)
@@ -171,6 +172,8 @@ class RowSource:
             else:
                 self._tell(replica, found.path)
                 return found
+        else:  # it hangs, or says what nobody understands
+            self._avoid(replica)
         if self.closed.is_set():
             raise ConnectionError("the connector is shut down")
         found = self._by_value(name)
@@ -183,9 +186,7 @@ class RowSource:
             self.check(name, held.shape, held.model, held.deepstack)
             if held.dtype == "float8_e4m3":  # only the front door sends its scales
                 found = self._by_value(name)
-            elif held.memory and self._is_open(
-                (offered := self._offer(reader, held.memory)).number
-            ):
+            elif (offered := self._offer(reader, held.memory)) and self._is_open(offered.number):
                 rows = RowsAt(offered.number, held.offset, held.shape, held.dtype)
                 return FetchedRows(
                     held.shape, size_of(held), "ipc", rows, None, offered, reader, key
@@ -240,7 +241,9 @@ class RowSource:
         found = self.readers.get(replica)
         if found and found.alive:
             return found
-        with self.connecting:
+        with self.lock:
+            connecting = self.connecting.setdefault(replica, Lock())
+        with connecting:
             found = self.readers.get(replica)
             if found and found.alive:
                 return found
@@ -248,13 +251,18 @@ class RowSource:
                 return None
             found = self._connect(name)
             if found is None:
-                if len(self.avoided) >= MOST_AVOIDED:  # of names that clients made up
-                    self.avoided.clear()
-                self.avoided[replica] = monotonic() + AVOIDED_SECONDS
+                self._avoid(replica)
             else:
                 with self.lock:
                     self.readers[replica] = found
+                ping = partial(self._ping, replica, found)
+                Thread(target=ping, name="rows-ping", daemon=True).start()
             return found
+
+    def _avoid(self, replica: str) -> None:
+        if len(self.avoided) >= MOST_AVOIDED:  # of names that clients made up
+            self.avoided.clear()
+        self.avoided[replica] = monotonic() + AVOIDED_SECONDS
 
     def _connect(self, name: str) -> RowsReader | None:
         from encoder_service.client import ServiceError
@@ -285,12 +293,18 @@ class RowSource:
                 del self.readers[replica]
             self.offers.pop(reader, None)
 
-    def _offer(self, reader: RowsReader, handle: MemoryHandle) -> OfferedMemory:
+    def _offer(self, reader: RowsReader, handle: MemoryHandle | None) -> OfferedMemory | None:
+        """None: the rows are in no memory, or the board has no column for one more."""
+        if handle is None:
+            return None
         with self.lock:
             if reader not in self.offers:
-                made = OfferedMemory(next(self.numbers), handle)
-                self.board[:, column(made.number)] = UNKNOWN
-                self.offers[reader] = self.offered[made.number] = made
+                taken = set(map(column, self.offered))
+                if len(taken) == COLUMNS:
+                    return None
+                number = next(one for one in self.numbers if column(one) not in taken)
+                self.board[:, column(number)] = UNKNOWN
+                self.offers[reader] = self.offered[number] = OfferedMemory(number, handle)
             return self.offers[reader]
 
     def _is_open(self, number: int) -> bool:
@@ -303,14 +317,14 @@ class RowSource:
         except Exception as error:  # what it held is free when the connection is lost
             log.debug("an embedding could not be freed: %s", error)
 
-    def _ping(self) -> None:
-        """Replicas end connections that say nothing, with all that they hold."""
+    def _ping(self, replica: str, reader: RowsReader) -> None:
+        """Until it is lost. Replicas end connections that say nothing, with all that they hold."""
         while not self.closed.wait(PING_SECONDS):
-            for replica, reader in list(self.readers.items()):
-                try:
-                    reader.ping()
-                except ConnectionError:
-                    self._forget(replica, reader)
+            try:
+                reader.ping()
+            except ConnectionError:
+                self._forget(replica, reader)
+                return
 
     def _tell(self, replica: str, path: str) -> None:
         if (replica, path) not in self.told:

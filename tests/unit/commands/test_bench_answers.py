@@ -184,9 +184,12 @@ class Slow(Fleet):
         return [replace(zeros(one), reference=f"replica.{one.digest}") for one in media]
 
 
-def test_some_images_are_repeated(console: Console) -> None:
+@pytest.mark.parametrize("rates", [[20.0], []], ids=["arrivals", "in flight"])
+def test_some_images_are_repeated(console: Console, rates: list[float]) -> None:
     server = Server()
-    what = plan(kinds=plan().kinds[1:], repeated=0.5, seconds=2.0, streams=0, in_flight=1)
+    what = plan(
+        kinds=plan().kinds[1:], per_second=rates, repeated=0.5, seconds=2.0, streams=0, in_flight=1
+    )
     asyncio.run(measured(server, what, console))
     images = server.images()[2 * answers.WARM_UPS :]
     assert 0.25 < len(set(images)) / len(images) < 0.9

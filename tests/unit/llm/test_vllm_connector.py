@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import io
 import pickle
+import socket
 import sys
 import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -682,3 +683,127 @@ def test_replicas_are_pinged(
     assert encoders.server
     encoders.server.stop()
     until(lambda: not scheduler.source.readers)
+
+
+def test_rows_that_a_replica_took_back_before_they_were_copied_fail_their_request(
+    halves: Halves,
+    encoders: Encoders,
+    connector_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when the scheduler and its workers are paused together for a minute."""
+    monkeypatch.setattr(connector_module, "PAUSED_SECONDS", 0.2)
+    scheduler, worker = halves(encoders.url)
+    kept, rows = keep(encoders.url, 2)
+    for one in kept:
+        answered(scheduler, worker, kept=one)
+    request = Request("r", [kept[0].reference], kept[0].tokens)
+    assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(request, 0)
+    metadata = scheduler.build_connector_meta(None)
+    assert encoders.server
+    for connection in list(encoders.server._connections):
+        connection.end()
+    until(lambda: encoders.store.held == 0)
+    encoders.memory.fill(encoders.store.blocks[kept[0].reference[8:]], rows[1], torch.bfloat16)
+    time.sleep(0.2)
+    cache: dict[str, torch.Tensor] = {}
+    worker.bind_connector_metadata(metadata)
+    worker.start_load_caches(cache)
+    assert torch.equal(bits(cache[kept[0].reference]), bits(rows[1])), "another item's"
+    request.num_output_tokens = 1
+    assert scheduler.take_unavailable_requests() == {"r"}
+    scheduler.request_finished(request)
+    assert not scheduler.take_unavailable_requests()
+    again = Request("s", [kept[0].reference], kept[0].tokens)
+    assert not ended(scheduler, again), "caches may hold them"
+
+
+def test_a_replica_that_hangs_is_avoided_and_holds_up_no_other(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    scheduler, worker = halves(encoders.url)
+    (kept,), (rows,) = keep(encoders.url)
+    go_on = threading.Event()
+    connect = vllm_rows.RowSource._connect
+
+    def hang(self: Any, name: str) -> Any:
+        if name.startswith("hangs."):
+            assert go_on.wait(20)
+        return connect(self, name)
+
+    monkeypatch.setattr(vllm_rows.RowSource, "_connect", hang)
+    other = Request("other", ["hangs.x"], kept.tokens)
+    assert not scheduler.ensure_cache_available(other, 0)
+    began = time.monotonic()
+    assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+    assert time.monotonic() - began < 10
+    go_on.set()
+    assert not ended(scheduler, other)
+    assert scheduler.take_unavailable_requests() == {"other"}
+
+    monkeypatch.setattr("actors.rows.reader.CALL_SECONDS", 0.3)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "hangs"))
+        listener.listen()
+        encoders.place = RowsPlace(str(tmp_path / "hangs"), "")
+        scheduler.source.readers["replica"].close()
+        for seconds in (5.0, 0.25):
+            began = time.monotonic()
+            assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
+            assert time.monotonic() - began < seconds
+    assert scheduler.stats.data["http"] == 2
+
+
+def test_pings_do_not_wait_for_a_replica_that_hangs(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(vllm_rows, "PING_SECONDS", 0.05)
+    monkeypatch.setattr("actors.rows.server.HOLD_SECONDS", 0.6)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "hangs"))
+        listener.listen()
+        there, encoders.place = encoders.place, RowsPlace(str(tmp_path / "hangs"), "")
+        assert scheduler.source._reader("hangs", "hangs.x")
+        encoders.place = there
+        for _ in range(2):
+            answered(scheduler, worker, kept=kept)
+        request = Request("r", [kept.reference], kept.tokens)
+        assert ended(scheduler, request)
+        time.sleep(1.5)
+        assert encoders.store.held == 1
+        scheduler.request_finished(request)
+
+
+def test_memory_is_closed_also_where_its_replica_was_connected_to_again(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "PING_SECONDS", 0.05)
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    scheduler.source.readers["replica"].close()
+    for _ in range(2):
+        answered(scheduler, worker, kept=kept)
+    until(lambda: step(scheduler, worker) == {} and set(worker.loader.opened) == {0, 2})
+
+
+def test_no_two_memories_share_a_column_of_the_board(
+    halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "COLUMNS", 3)
+    scheduler, _ = halves(encoders.url)
+    source, handle = scheduler.source, encoders.memory.handle
+    readers: list[Any] = [object() for _ in range(9)]
+    first = source._offer(readers[0], handle)
+    source.board[0, vllm_rows.column(first.number)] = vllm_rows.OPEN
+    for reader in readers[1:7]:
+        made = source._offer(reader, handle)
+        assert vllm_rows.column(made.number) != vllm_rows.column(first.number)
+        del source.offers[reader], made
+    assert source._is_open(first.number)
+    assert [source._offer(reader, handle) is None for reader in readers[6:]] == [0, 0, 1]
+    assert source._offer(readers[0], None) is None, "not where another id's rows are"

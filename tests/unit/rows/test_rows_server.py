@@ -93,6 +93,16 @@ def test_neither_way_or_another_version_is_no_connection(place: RowsPlace) -> No
     assert RowsReader.connect(replace(place, version=VERSION + 1)) is None
 
 
+def test_ids_are_not_told_to_another_users_process(
+    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: os.geteuid() + 1)
+    reader = reader_of(place)
+    assert reader.path == "tcp"
+    reader.close()
+    assert RowsReader.connect(replace(place, tcp="")) is None
+
+
 def test_only_what_is_held_can_be_read(store: Dictionary, place: RowsPlace) -> None:
     name, other = store.keep(ROWS), store.keep(ROWS)
     reader = reader_of(place)
@@ -278,6 +288,23 @@ def test_strangers_do_not_keep_readers_out(
         reader.close()
     for one in strangers:
         one.close()
+
+
+def test_readers_are_served_again_once_threads_can_be_started(
+    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = store.keep(ROWS)
+    with monkeypatch.context() as patch:
+
+        def fail(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        patch.setattr(threading.Thread, "start", fail)
+        with closing(raw(place)) as refused:
+            assert ended(refused)
+    reader = reader_of(replace(place, unix="/nowhere"))
+    reader.hold(name)
+    reader.close()
 
 
 def test_many_readers_at_once_get_their_own_rows(store: Dictionary, place: RowsPlace) -> None:
