@@ -32,6 +32,7 @@ from actors.types import (
     Media,
     Reply,
     Timings,
+    Work,
 )
 from router.options import RouterOptions
 from router.router import Router, RouterStatus
@@ -57,7 +58,7 @@ class StandIn:
         self.version = version
         self.rpc = ReplicaServer(self)
         self.replica = serve.get_replica_context().replica_id.unique_id
-        self.outstanding_patches = 0
+        self.outstanding = Work(0)
         self.encoded: list[str] = []
         self.sick = False
         self.mood = "answers"
@@ -75,8 +76,8 @@ class StandIn:
         early: Callable[[Reply], None] | None = None,
     ) -> Reply:
         """Data is the digest of each item, as bytes. With `early` items take their turns."""
-        patches = sum(item.plan.patches for item in media)
-        self.outstanding_patches += patches
+        work = Work.of(item.plan.work for item in media)
+        self.outstanding = Work.of([self.outstanding, work])
         left = list(range(len(media)))
         answers: list[Answer] = []
         try:
@@ -92,8 +93,8 @@ class StandIn:
         except TimeoutError:
             answers = [DeadlineExceeded("too slow")] * len(left)
         finally:
-            self.outstanding_patches -= patches
-        return Reply(answers, self.outstanding_patches, 0, tuple(left))
+            self.outstanding = self.outstanding.without(work)
+        return Reply(answers, *self.outstanding, tuple(left))
 
     async def _encoded(self, media: list[Media], dtype: Dtype) -> list[Answer]:
         if any(item.data.startswith(HELD) for item in media):
@@ -157,7 +158,7 @@ class StandIn:
         await self.rpc.stop(DRAIN_SECONDS)
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        return {"outstanding_patches": self.outstanding_patches}
+        return {"outstanding_patches": self.outstanding.patches}
 
     async def check_health(self) -> None:
         if self.sick:
