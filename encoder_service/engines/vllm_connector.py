@@ -36,6 +36,7 @@ from encoder_service.engines.vllm_rows import (
     RowLoader,
     RowsAt,
     RowSource,
+    still_needed,
 )
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
 
@@ -158,16 +159,16 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
         The request fails if one cannot be fetched or does not fit its place in the prompt.
         """
-        here = True
+        here, needed = True, still_needed(request, num_computed_tokens)
         for index, feature in enumerate(request.mm_features):
             if not self.is_reference(feature):
                 continue
-            name, place = feature.identifier, feature.mm_position
+            name = feature.identifier
             if name in self.spoiled:
                 self.fail(request, index, LOST)
                 here = False
                 continue
-            if place.offset + place.length <= num_computed_tokens:
+            if name not in needed:
                 if request.request_id not in self.loading:  # a step counts before it has run
                     self.drop(name, request.request_id)
                 continue

@@ -367,6 +367,16 @@ class RowLoader:
             log.warning("copies to the device are slower, as memory cannot be pinned: %s", error)
 
 
+def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
+    """Names of items that a request has not computed everywhere: a prompt may repeat an image, of
+    which vLLM's prefix cache then has the first place alone."""
+    return {
+        feature.identifier
+        for feature in request.mm_features
+        if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
+    }
+
+
 def size_of(held: HeldRows) -> int:
     itemsize: int = getattr(torch, held.dtype).itemsize
     return prod(held.shape) * itemsize
