@@ -31,7 +31,7 @@ from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from encoder_service.wire.formats import SAFETENSORS, write_safetensors
 
 ABSENT = ("torch", "ray", "router", "actors.encoder", "fastapi", "httpx")
-"""Of `actors` the client has only the reader of rows, for the connector in vLLM, which brings torch."""
+"""Of `actors` the client has only the reader of rows, for the connector in vLLM. It has torch."""
 ROWS = np.arange(800_000, dtype=np.float16).reshape(200_000, 4)
 """More than a megabyte."""
 

@@ -120,7 +120,7 @@ class LocalEncoder:
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
         self.items: dict[str, LocalItem] = {}
-        self.ready: set[str] = set()  # requests all of whose items are here, some of them in `items`
+        self.ready: set[str] = set()  # requests whose items are here, some of them in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
         self.encoded = 0
