@@ -48,6 +48,7 @@ log = logging.getLogger(__name__)
 AHEAD_BYTES = 2**30
 """`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
 LOST = "the connection to its replica was lost"
+RESET = "vLLM's encoder cache was emptied"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
@@ -120,6 +121,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.failed: set[str] = set()
         self.spoiled: set[str] = set()
         """Names of embeddings in whose place zeros were sent: vLLM's caches may have them."""
+        self.cached: dict[str, tuple[int, int]] = {}
+        """Shapes of what vLLM's encoder cache has from us, but for what it evicts in this step."""
+        self.evicting = False
+        """In this step, vLLM may have made room in its encoder cache."""
         self.stats = LoadStats()
         self.needed = RowsToLoad()
         self.loading: dict[str, tuple[Any, int]] = {}
@@ -157,9 +162,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether all embeddings that a request still needs are here. Starts to fetch missing ones.
 
-        The request fails if one cannot be fetched or does not fit its place in the prompt.
+        The request fails if one cannot be fetched or does not fit its place in the prompt. What
+        vLLM's encoder cache has is fetched with what it lacks, for which it may be evicted.
         """
         here, needed = True, still_needed(request, num_computed_tokens)
+        if not self.evicting and needed <= self.cached.keys():
+            needed = set()
         for index, feature in enumerate(request.mm_features):
             if not self.is_reference(feature):
                 continue
@@ -180,6 +188,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
+        self.evicting |= here and bool(needed)
         return here
 
     @staticmethod
@@ -220,22 +229,33 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return failed
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether an embedding is here. vLLM asks after ensure_cache_available."""
-        fetch = self.fetches.get(identifier)
-        return fetch is not None and fetch.rows.done() and not fetch.rows.exception()
+        """Whether an embedding is here. vLLM asks after ensure_cache_available, for what is not in
+        its encoder cache: without rows, it would end."""
+        return identifier in self.cached or self.fetched(identifier) is not None
+
+    def fetched(self, name: str) -> FetchedRows | None:
+        fetch = self.fetches.get(name)
+        done = fetch is not None and fetch.rows.done() and not fetch.rows.exception()
+        return fetch.rows.result() if fetch and done else None
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Sends item `index` to the workers with the next step, if this connector fetched it."""
-        identifier = request.mm_features[index].identifier
-        if self.has_cache_item(identifier):
-            fetch = self.fetches[identifier]
-            fetched = fetch.rows.result()
-            self.needed.rows[identifier] = fetched.rows
-            if fetched.lost:  # since ensure_cache_available; the step can no longer be stopped
-                self.needed.rows[identifier] = torch.zeros(fetched.shape, dtype=torch.bfloat16)
-                self.spoiled.add(identifier)
-                self.fail(request, index, LOST)
-            self.stats.loaded(fetched.size_bytes, fetch.time.seconds, fetched.path)
+        name = request.mm_features[index].identifier
+        if not self.has_cache_item(name):
+            return
+        found = self.fetched(name)
+        shape = found.shape if found else self.cached[name]
+        if found and not found.lost:
+            self.needed.rows[name] = found.rows
+            self.cached[name] = shape
+        else:  # lost since ensure_cache_available; the step can no longer be stopped
+            self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
+            self.cached.pop(name, None)
+            self.spoiled.add(name)
+            self.fail(request, index, LOST if found else RESET)
+        if found:
+            fetch = self.fetches[name]
+            self.stats.loaded(found.size_bytes, fetch.time.seconds, found.path)
             fetch.sent.add(request.request_id)
             self.loading.setdefault(request.request_id, (request, request.num_output_tokens))
 
@@ -243,6 +263,9 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         for request, tokens in list(self.loading.values()):
             if request.num_output_tokens > tokens:  # so every worker has computed its whole prompt
                 self.loaded(request)
+        for name in scheduler_output.free_encoder_mm_hashes:
+            self.cached.pop(name, None)
+        self.evicting = False
         built, self.needed = self.needed, RowsToLoad()
         built.memories = the(self.source).memories()
         return built

@@ -10,7 +10,7 @@ import signal
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,7 @@ def engines(
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
             "references": {"device_bytes": DEVICE_BYTES},
+            "cache": {"max_bytes": 10_000_000},
         }
     )
     with ExitStack() as stack:
@@ -197,10 +198,10 @@ def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engi
 
 
 def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    (kept, gone) = engines.client.encode(2 * FILES["one image"], dtype="float32", reference=True)
     assert ask(engines.language, parts([kept])).is_success
-    engines.client.release(kept.reference)
-    assert ask(engines.language, parts([kept])).status_code == 500
+    engines.client.release(gone.reference)
+    assert ask(engines.language, parts([gone])).status_code == 500
     found = metrics(engines.language)
     assert found["loaded_total"] == found["seconds_count"] >= 1
     assert found["bytes_total"] >= kept.shape[0] * kept.shape[1] * 4
@@ -225,6 +226,67 @@ def test_rows_are_copied_from_the_encoders_memory_or_received(engines: Engines) 
         assert after["http_total"] == 0
 
 
+@pytest.mark.parametrize("prefixes", ["without", "with"])
+def test_an_image_that_comes_again_is_encoded_and_fetched_once(
+    engines: Engines, prefixes: str
+) -> None:
+    """With and without vLLM's prefix cache, whose blocks here have 128 tokens."""
+    if engines.family != "qwen2_vl" and prefixes == "with":
+        pytest.skip("for one family")
+    image = jpeg(224, 224, "chelsea.png")
+    kept, again = (
+        engines.client.encode([image], dtype="float32", reference=True)[0] for _ in range(2)
+    )
+    assert again.source == "cache"
+    text = {"type": "text", "text": 40 * "Words. "}
+    with ExitStack() as stack:
+        url = engines.language
+        if prefixes == "with":
+            url = stack.enter_context(cached(engines))
+        before = metrics(url)
+        for number, content in enumerate(
+            (["i", "t"], ["i", "t", "i"], ["t", "i", "i"], ["i", "t", "i", "t", "i"])
+        ):
+            found, expected = (
+                [{"i": picture, "t": text}[each] for each in content]
+                for picture in (kept.to_vllm(), shown(image))
+            )
+            assert_same(answer(url, found), answer(engines.whole, expected))
+            if not number:
+                engines.client.release(kept.reference)
+        after = metrics(url)
+        hits = metrics(url, "vllm:prefix_cache_")["hits_total"]
+    for name in ("loaded_total", "seconds_count"):
+        assert after[name] == before.get(name, 0) + 1
+    assert after["failed_total"] == before.get("failed_total", 0)
+    assert (hits > 0) == (prefixes == "with")
+
+
+def test_with_our_engine_inside_an_image_that_comes_again_is_encoded_once(
+    engines: Engines,
+) -> None:
+    image, text = shown(jpeg(224, 224, "chelsea.png")), {"type": "text", "text": 40 * "Words. "}
+    before = metrics(engines.local)
+    for content in ([image, text], [image, text, image], [text, image, image]):
+        assert_same(answer(engines.local, content), answer(engines.whole, content))
+    after = metrics(engines.local)
+    assert after["loaded_total"] == before.get("loaded_total", 0) + 1
+    assert after["left_total"] == before.get("left_total", 0)
+
+
+@contextmanager
+def cached(engines: Engines) -> Iterator[str]:
+    """URL of a vLLM like that of `language`, with a prefix cache."""
+    extra = {"ec_connector_extra_config": {"url": engines.encoder}}
+    options = {
+        "limit_mm_per_prompt": LIMITS.get(engines.family, NONE),
+        "ec_transfer_config": CONNECTOR | extra,
+        "enable_prefix_caching": None,
+    }
+    with vllm(PYTHON, engines.folder, "cached", **options) as url:
+        yield url
+
+
 def test_every_worker_of_tensor_parallelism_gets_the_rows(
     engines: Engines, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,14 +309,14 @@ def test_every_worker_of_tensor_parallelism_gets_the_rows(
     assert found["unix_total"] >= 1
 
 
-def metrics(url: str) -> dict[str, float]:
-    """Of our connector, by name."""
+def metrics(url: str, prefix: str = "vllm:encoder_service_") -> dict[str, float]:
+    """By name, without the prefix: of our connector, or others."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
     return {
-        one.name.removeprefix("vllm:encoder_service_"): one.value
+        one.name.removeprefix(prefix): one.value
         for family in text_string_to_metric_families(text)
         for one in family.samples
-        if one.name.startswith("vllm:encoder_service_")
+        if one.name.startswith(prefix)
     }
 
 
@@ -314,13 +376,13 @@ def test_a_name_with_a_dot_is_no_reference_where_rows_are_there(engines: Engines
 
 
 def test_a_replica_that_is_killed_fails_the_requests_that_need_it(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
-    for _ in range(2):
-        assert ask(engines.language, parts([kept])).is_success
+    (kept, lost) = engines.client.encode(2 * FILES["one image"], dtype="float32", reference=True)
+    assert ask(engines.language, parts([kept])).is_success
     replica = kept.reference.partition(".")[0]
     (name,) = (actor for actor in actors() if actor.endswith(replica))
     os.kill(process(name), signal.SIGKILL)
-    assert ask(engines.language, parts([kept])).status_code == 500
+    assert ask(engines.language, parts([lost])).status_code == 500
+    assert ask(engines.language, parts([kept])).is_success, "vLLM has it"
     (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
     assert kept.reference.partition(".")[0] != replica
     expected = answer(engines.whole, [shown(file) for file in FILES["one image"]])

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -151,10 +151,14 @@ def ended(scheduler: Any, request: Request, computed: int = 0) -> bool:
 
 
 def step(
-    scheduler: Any, *workers: Any, cache: dict[str, torch.Tensor] | None = None
+    scheduler: Any,
+    *workers: Any,
+    cache: dict[str, torch.Tensor] | None = None,
+    evicted: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What the workers have in their encoder caches, which are all the same."""
-    metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(None)))
+    output = SimpleNamespace(free_encoder_mm_hashes=evicted)
+    metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(output)))
     caches = [{} if cache is None else cache for _ in workers]
     for worker, each in zip(workers, caches, strict=True):
         worker.bind_connector_metadata(metadata)
@@ -191,7 +195,7 @@ def test_a_step_gets_its_embeddings_by_id(halves: Halves, url: str) -> None:
     assert set(cache) == set(names)
     assert torch.equal(cache[names[0]].view(torch.uint8), rows[0].view(torch.uint8))
     assert cache[names[1]] is mine, "what is there already stays"
-    assert not scheduler.build_connector_meta(None).rows
+    assert not step(scheduler, worker)
     assert not scheduler.take_unavailable_requests()
     worker.save_caches({}, "x")
 
@@ -218,8 +222,7 @@ def test_an_image_that_a_prompt_repeats_is_fetched_once(
     """Also if vLLM's prefix cache has the first place."""
     scheduler, worker = halves()
     (kept,), (rows,) = keep(url)
-    begin, begun = scheduler.source.begin, []
-    scheduler.source.begin = lambda name: begun.append(name) or begin(name)
+    begun = counted(scheduler)
     request = Request("r", [kept.reference, kept.reference], kept.tokens)
     assert ended(scheduler, request, computed * kept.tokens)
     assert begun == [kept.reference]
@@ -230,6 +233,89 @@ def test_an_image_that_a_prompt_repeats_is_fetched_once(
     step(scheduler, worker)
     assert not scheduler.fetches
     assert scheduler.stats.data["loaded"] == len(begun) == 1
+
+
+def counted(scheduler: Any) -> list[str]:
+    """The ids that it fetches from now on."""
+    begin, begun = scheduler.source.begin, []
+
+    def count(name: str) -> Any:
+        begun.append(name)
+        return begin(name)
+
+    scheduler.source.begin = count
+    return begun
+
+
+def test_what_vllms_encoder_cache_has_is_not_fetched_again(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    begun = counted(scheduler)
+    kept, _ = keep(url, 2)
+    one, other = (each.reference for each in kept)
+
+    def run(request_id: str, *names: str, evicted: Sequence[str] = ()) -> None:
+        request = Request(request_id, list(names), kept[0].tokens)
+        assert ended(scheduler, request)
+        for index, name in enumerate(names):
+            if name not in cache:
+                scheduler.update_state_after_alloc(request, index)
+        step(scheduler, worker, cache=cache, evicted=evicted)
+        for name in evicted:
+            del cache[name]
+        scheduler.request_finished(request)
+
+    cache: dict[str, torch.Tensor] = {}
+    for request_id in "abc":
+        run(request_id, one)
+    assert begun == [one]
+    # vLLM may make room for an item by evicting another one of its request, which it then needs.
+    run("d", other, one)
+    assert begun == [one, other, one]
+    assert scheduler.stats.data["loaded"] == 2
+    run("e", other, one, evicted=[one])
+    run("f", one)
+    assert begun == [one, other, one, one]
+    assert not scheduler.fetches
+
+
+def test_what_vllm_may_evict_in_this_step_is_fetched(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    kept, _ = keep(url, 2)
+    one, other, last = (
+        Request(name, [each.reference], each.tokens)
+        for name, each in zip("abc", [*kept, kept[0]], strict=True)
+    )
+    for request in (one, other):
+        assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(one, 0)
+    step(scheduler, worker)
+    scheduler.request_finished(one)
+    assert scheduler.ensure_cache_available(last, 0)
+    assert scheduler.ensure_cache_available(other, 0), "for which vLLM may now evict"
+    assert not scheduler.ensure_cache_available(last, 0)
+    assert ended(scheduler, last)
+    scheduler.update_state_after_alloc(last, 0)
+    assert step(scheduler, worker)
+    assert not scheduler.take_unavailable_requests()
+
+
+def test_if_vllms_encoder_cache_was_emptied_a_request_fails_alone(
+    halves: Halves, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    first, again = (Request(name, [kept.reference], kept.tokens) for name in "ab")
+    assert ended(scheduler, first)
+    scheduler.update_state_after_alloc(first, 0)
+    step(scheduler, worker)
+    scheduler.request_finished(first)
+    assert scheduler.ensure_cache_available(again, 0)
+    assert scheduler.has_cache_item(kept.reference), "it must have rows, or vLLM would end"
+    scheduler.update_state_after_alloc(again, 0)
+    found = step(scheduler, worker)[kept.reference]
+    assert found.shape == rows.shape
+    assert scheduler.take_unavailable_requests() == {"b"}
+    assert "vLLM's encoder cache was emptied" in caplog.text
 
 
 def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url: str) -> None:
@@ -415,13 +501,14 @@ def test_what_it_cannot_be(connector_module: ModuleType, arguments: Any, message
 
 
 def answered(scheduler: Any, *workers: Any, kept: Embedding, name: str = "r") -> torch.Tensor:
-    """The rows of one request, from when vLLM sees it until its first token."""
+    """The rows of one request, from when vLLM sees it until its first token. vLLM then needs the
+    room in its encoder cache."""
     request = Request(name, [kept.reference], kept.tokens)
     assert ended(scheduler, request)
     scheduler.update_state_after_alloc(request, 0)
     rows = step(scheduler, *workers)[kept.reference]
     request.num_output_tokens = 1
-    step(scheduler, *workers)
+    step(scheduler, *workers, evicted=[kept.reference])
     scheduler.request_finished(request)
     return rows
 
