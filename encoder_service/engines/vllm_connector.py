@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AHEAD_BYTES = 2**30
-"""`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
+"""`ahead_bytes`: of embeddings that are fetched before their requests are scheduled, and of the
+host memory that receives them."""
 LOST = "the connection to its replica was lost"
 RESET = "vLLM's encoder cache was emptied"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
@@ -65,6 +66,7 @@ class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
 @dataclass
 class PendingFetch:
     rows: Future[FetchedRows]
+    expected_bytes: int
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
     sent: set[str] = field(default_factory=set)
@@ -77,10 +79,14 @@ class PendingFetch:
         self.time = Stopwatch(self.rows)
 
     @property
+    def found(self) -> FetchedRows | None:
+        done = self.rows.done() and not self.rows.cancelled() and not self.rows.exception()
+        return self.rows.result() if done else None
+
+    @property
     def lost(self) -> bool:
         """The rows that were held are gone, with the connection to their replica."""
-        done = self.rows.done() and not self.rows.exception()
-        return done and self.rows.result().lost
+        return self.found is not None and self.found.lost
 
 
 class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
@@ -125,6 +131,14 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Shapes of what vLLM's encoder cache has from us, but for what it evicts in this step."""
         self.evicting = False
         """In this step, vLLM may have made room in its encoder cache."""
+        extra = vllm_config.ec_transfer_config
+        self.ahead_bytes = extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES)
+        hidden = vllm_config.model_config.get_inputs_embeds_size()
+        self.row_bytes = 8 * hidden  # with three deepstack features, until the first one is here
+        self.ahead: int | None = None
+        """Bytes of all fetches in this step; None: not counted yet."""
+        self.oldest = ""
+        """The first request that vLLM asked for in this step."""
         self.stats = LoadStats()
         self.needed = RowsToLoad()
         self.loading: dict[str, tuple[Any, int]] = {}
@@ -135,12 +149,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.SCHEDULER:
             from encoder_service.client import Client  # which the place "local" does not need
 
-            extra, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
+            parallel = vllm_config.parallel_config
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
             self.source = RowSource(
                 self.client,
                 self.check,
-                extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES),
+                self.ahead_bytes,
                 parallel.world_size // parallel.pipeline_parallel_size,  # the first stage's
             )
 
@@ -168,6 +182,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         here, needed = True, still_needed(request, num_computed_tokens)
         if not self.evicting and needed <= self.cached.keys():
             needed = set()
+        if needed and not self.oldest:
+            self.oldest = request.request_id
         for index, feature in enumerate(request.mm_features):
             if not self.is_reference(feature):
                 continue
@@ -182,14 +198,29 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 continue
             fetch = self.fetches.get(name)
             if fetch is None or (fetch.lost and request.request_id not in fetch.sent):
+                if (size_bytes := self.room_for(request, index)) is None:
+                    here = False
+                    continue
                 # With LoRA of the tower, vLLM puts the adapter's name before the id.
                 rows = the(self.source).begin(feature.mm_hash or name)
-                fetch = PendingFetch(rows, fetch.requests if fetch else set())
+                fetch = PendingFetch(rows, size_bytes, fetch.requests if fetch else set())
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
         self.evicting |= here and bool(needed)
         return here
+
+    def room_for(self, request: Any, index: int) -> int | None:
+        """The size of an item that may be fetched. vLLM asks for its whole queue: what the oldest
+        request needs is fetched at once, of the others as much as there is room for."""
+        if self.ahead is None:
+            found = [(fetch, fetch.found) for fetch in self.fetches.values()]
+            self.ahead = sum(rows.size_bytes if rows else one.expected_bytes for one, rows in found)
+        size_bytes: int = request.get_num_encoder_embeds(index) * self.row_bytes
+        if self.ahead + size_bytes > self.ahead_bytes and request.request_id != self.oldest:
+            return None
+        self.ahead += size_bytes
+        return size_bytes
 
     @staticmethod
     def is_reference(feature: Any) -> bool:
@@ -208,8 +239,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def fits(self, request: Any, index: int, rows: Future[FetchedRows]) -> bool:
         """Whether there are as many rows as the prompt has room for; if not, the request fails."""
         try:
+            size_bytes = rows.result().size_bytes
             found, room = rows.result().shape[0], request.get_num_encoder_embeds(index)
             if found == room:
+                self.row_bytes = size_bytes // found
                 return True
             problem = f"{found} rows, the prompt has room for {room}"
         except Exception as error:  # no error may end vLLM's scheduler
@@ -235,8 +268,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def fetched(self, name: str) -> FetchedRows | None:
         fetch = self.fetches.get(name)
-        done = fetch is not None and fetch.rows.done() and not fetch.rows.exception()
-        return fetch.rows.result() if fetch and done else None
+        return fetch.found if fetch else None
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Sends item `index` to the workers with the next step, if this connector fetched it."""
@@ -265,7 +297,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 self.loaded(request)
         for name in scheduler_output.free_encoder_mm_hashes:
             self.cached.pop(name, None)
-        self.evicting = False
+        self.evicting, self.ahead, self.oldest = False, None, ""
         built, self.needed = self.needed, RowsToLoad()
         built.memories = the(self.source).memories()
         return built

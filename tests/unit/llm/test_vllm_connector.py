@@ -377,6 +377,44 @@ def test_a_long_queue_is_fetched_a_few_at_a_time(
     assert most == 2
 
 
+def test_of_a_long_queue_as_much_is_fetched_as_there_is_room_for(halves: Halves, url: str) -> None:
+    (kept,), (rows,) = keep(url)
+    scheduler, worker = halves(ahead_bytes=3 * rows.nbytes)
+    begun = counted(scheduler)
+    queue = [Request(str(i), [kept.reference], kept.tokens, adapter=f"lora{i}:") for i in range(9)]
+    end, most = time.monotonic() + 60, 0
+    while queue:
+        assert time.monotonic() < end
+        here = [one for one in queue if scheduler.ensure_cache_available(one, 0)]
+        most = max(most, len(scheduler.fetches))
+        for request in here[:1]:  # for more vLLM has no room
+            queue.remove(request)
+            scheduler.update_state_after_alloc(request, 0)
+            request.num_output_tokens = 1
+        step(scheduler, worker)
+    assert most == 3
+    assert len(begun) == 9
+
+
+def test_what_the_oldest_request_needs_is_fetched_whatever_it_takes(
+    halves: Halves, url: str
+) -> None:
+    kept, rows = keep(url, 2)
+    scheduler, worker = halves(ahead_bytes=rows[0].nbytes)
+    large, small = (
+        Request(f"r{len(names)}", names, kept[0].tokens)
+        for names in ([one.reference for one in kept], [kept[1].reference + "x"])
+    )
+    assert not scheduler.ensure_cache_available(large, 0)
+    assert not scheduler.ensure_cache_available(small, 0)
+    assert list(scheduler.fetches) == [one.reference for one in kept]
+    assert ended(scheduler, large)
+    scheduler.request_finished(large)
+    step(scheduler, worker)
+    assert not ended(scheduler, small)
+    assert scheduler.take_unavailable_requests() == {"r1"}
+
+
 @contextmanager
 def connected(module: ModuleType, url: str) -> Iterator[Any]:
     """A connector of the scheduler."""
@@ -634,6 +672,7 @@ def test_rows_wait_for_room_in_the_shared_memory(halves: Halves, encoders: Encod
     first, second = (Request(name, [kept.reference], kept.tokens) for name in "ab")
     second.adapter = "lora:"  # so that it is another item
     assert ended(scheduler, first)
+    step(scheduler, worker)
     assert not scheduler.ensure_cache_available(second, 0)
     time.sleep(0.1)
     assert not scheduler.ensure_cache_available(second, 0)
