@@ -19,7 +19,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from math import prod
-from threading import Event, Lock, Semaphore, Thread, Timer
+from queue import SimpleQueue
+from threading import Event, Lock, Semaphore, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -124,7 +125,10 @@ class RowSource:
         self.closed = Event()
         self.threads = ThreadPoolExecutor(THREADS, "rows")
         self.freeing = ThreadPoolExecutor(1, "rows-free")
-        Thread(target=self._ping, name="rows-ping", daemon=True).start()
+        self.aborted: SimpleQueue[tuple[float, FetchedRows]] = SimpleQueue()
+        """What is to be released, and when; oldest first."""
+        for target, name in ((self._ping, "rows-ping"), (self._release_aborted, "rows-aborted")):
+            Thread(target=target, name=name, daemon=True).start()
 
     def begin(self, name: str) -> Future[FetchedRows]:
         return self.threads.submit(self._fetch, name)
@@ -135,9 +139,7 @@ class RowSource:
             self.freeing.submit(self._free, fetched.reader, fetched.key)
 
     def release_later(self, fetched: FetchedRows) -> None:
-        timer = Timer(ABORTED_SECONDS, self.release, (fetched,))
-        timer.daemon = True
-        timer.start()
+        self.aborted.put((monotonic() + ABORTED_SECONDS, fetched))
 
     def memories(self) -> dict[int, MemoryHandle]:
         """What workers are to open by now; all others can be closed."""
@@ -311,6 +313,13 @@ class RowSource:
                     reader.ping()
                 except ConnectionError:
                     self._forget(replica, reader)
+
+    def _release_aborted(self) -> None:
+        while not self.closed.is_set():
+            at, fetched = self.aborted.get()
+            self.closed.wait(at - monotonic())
+            self.release(fetched)
+            del fetched  # its memory must not wait for the next one
 
     def _tell(self, replica: str, path: str) -> None:
         if (replica, path) not in self.told:

@@ -643,6 +643,17 @@ def test_rows_that_a_step_may_still_copy_stay_for_a_while(
     until(lambda: encoders.store.held == 0)
 
 
+def test_many_aborted_requests_need_no_threads(halves: Halves, url: str) -> None:
+    scheduler, _ = halves()
+    (kept,), _ = keep(url)
+    for number in range(60):
+        request = Request(str(number), [kept.reference], kept.tokens, adapter=f"lora{number}:")
+        assert ended(scheduler, request)
+        scheduler.update_state_after_alloc(request, 0)
+        scheduler.request_finished(request)
+    assert threading.active_count() < 60
+
+
 def test_rows_of_a_step_that_is_scheduled_stay_until_it_has_run(
     halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
