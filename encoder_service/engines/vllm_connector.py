@@ -282,7 +282,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             self.cached[name] = shape
         else:  # lost since ensure_cache_available; the step can no longer be stopped
             self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
-            self.cached.pop(name, None)
+            self.cached.clear()  # what else vLLM still has is fetched again
             self.spoiled.add(name)
             self.fail(request, index, LOST if found else RESET)
         if found:
