@@ -48,8 +48,7 @@ log = logging.getLogger(__name__)
 AHEAD_BYTES = 2**30
 """`ahead_bytes`: of embeddings that are fetched before their requests are scheduled, and of the
 host memory that receives them."""
-LOST = "the connection to its replica was lost"
-RESET = "vLLM's encoder cache was emptied"
+LOST = "its rows were lost, so that vLLM's caches may have zeros in their place"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
@@ -277,19 +276,34 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             return
         found = self.fetched(name)
         shape = found.shape if found else self.cached[name]
-        if found and not found.lost:
+        if found is None or found.lost:
+            found = self.fetched_again(request, index)
+        if found and found.shape == shape:
             self.needed.rows[name] = found.rows
             self.cached[name] = shape
-        else:  # lost since ensure_cache_available; the step can no longer be stopped
-            self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
-            self.cached.clear()  # what else vLLM still has is fetched again
-            self.spoiled.add(name)
-            self.fail(request, index, LOST if found else RESET)
-        if found:
             fetch = self.fetches[name]
             self.stats.loaded(found.size_bytes, fetch.time.seconds, found.path)
             fetch.sent.add(request.request_id)
             self.loading.setdefault(request.request_id, (request, request.num_output_tokens))
+        else:
+            self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
+            self.cached.clear()  # what else vLLM still has is fetched again
+            self.spoiled.add(name)
+            self.fail(request, index, LOST)
+
+    def fetched_again(self, request: Any, index: int) -> FetchedRows | None:
+        """Rows that were lost since ensure_cache_available, or that vLLM's encoder cache no longer
+        has because it was reset. vLLM waits, as its step can no longer be stopped."""
+        feature = request.mm_features[index]
+        name = feature.identifier
+        rows = the(self.source).begin(feature.mm_hash or name)
+        requests = self.fetches[name].requests if name in self.fetches else set()
+        self.fetches[name] = PendingFetch(rows, 0, requests | {request.request_id})
+        try:
+            return rows.result(TIMEOUT_SECONDS)
+        except Exception as error:  # no error may end vLLM's scheduler
+            log.error("embedding %s cannot be fetched again: %r", name, error)
+            return None
 
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
         for request, tokens in list(self.loading.values()):

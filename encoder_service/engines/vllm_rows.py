@@ -162,7 +162,7 @@ class RowSource:
                 "as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
                 "media_io_kwargs"
             )
-        replica, _, key = name.partition(".")
+        replica, key = name.split(".")[:2]
         for _ in range(2):  # a connection may have been lost since it was used last
             if (reader := self._reader(replica, name)) is None:
                 break

@@ -299,23 +299,27 @@ def test_what_vllm_may_evict_in_this_step_is_fetched(halves: Halves, url: str) -
     assert not scheduler.take_unavailable_requests()
 
 
-def test_if_vllms_encoder_cache_was_emptied_a_request_fails_alone(
+def test_vllms_encoder_cache_may_be_emptied(
     halves: Halves, url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     scheduler, worker = halves()
     (kept,), (rows,) = keep(url)
-    first, again = (Request(name, [kept.reference], kept.tokens) for name in "ab")
-    assert ended(scheduler, first)
-    scheduler.update_state_after_alloc(first, 0)
-    step(scheduler, worker)
-    scheduler.request_finished(first)
-    assert scheduler.ensure_cache_available(again, 0)
-    assert scheduler.has_cache_item(kept.reference), "it must have rows, or vLLM would end"
-    scheduler.update_state_after_alloc(again, 0)
-    found = step(scheduler, worker)[kept.reference]
-    assert found.shape == rows.shape
-    assert scheduler.take_unavailable_requests() == {"b"}
-    assert "vLLM's encoder cache was emptied" in caplog.text
+    requests = [Request(name, [kept.reference], kept.tokens) for name in "abc"]
+    found = []
+    for number, request in enumerate(requests):
+        assert ended(scheduler, request)
+        assert scheduler.has_cache_item(kept.reference), "it must have rows, or vLLM would end"
+        if number == 2:
+            with Client(url) as client:
+                client.release(kept.reference)
+        scheduler.update_state_after_alloc(request, 0)
+        found.append(step(scheduler, worker)[kept.reference])
+        scheduler.request_finished(request)
+    assert [torch.equal(bits(one), bits(rows)) for one in found] == [True, True, False]
+    assert found[2].shape == rows.shape
+    assert scheduler.take_unavailable_requests() == {"c"}
+    assert "cannot be fetched again" in caplog.text
+    assert not scheduler.fetches
 
 
 def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url: str) -> None:
@@ -766,22 +770,32 @@ def test_a_replica_that_cannot_be_reached_any_more_is_read_through_the_front_doo
     assert scheduler.stats.data["http"] == 3
 
 
-def test_rows_that_are_lost_once_a_step_needs_them_fail_their_request(
+def test_rows_that_are_lost_once_a_step_needs_them_are_fetched_again_or_fail_their_request(
     halves: Halves, encoders: Encoders
 ) -> None:
     scheduler, worker = halves(encoders.url)
     (kept,), (rows,) = keep(encoders.url)
     answered(scheduler, worker, kept=kept)
-    request = Request("r", [kept.reference], kept.tokens)
-    assert ended(scheduler, request)
-    scheduler.source.readers["replica"].close()
-    assert scheduler.has_cache_item(kept.reference), "vLLM has decided"
-    scheduler.update_state_after_alloc(request, 0)
-    found = step(scheduler, worker)[kept.reference]
-    assert found.shape == rows.shape
-    assert not found.any()
-    assert scheduler.take_unavailable_requests() == {"r"}
-    scheduler.request_finished(request)
+
+    def found(name: str) -> torch.Tensor:
+        request = Request(name, [kept.reference], kept.tokens)
+        assert ended(scheduler, request)
+        scheduler.source.readers["replica"].close()
+        if name == "gone":
+            encoders.fleet.kept.clear()
+            encoders.store.tensors.clear()
+        assert scheduler.has_cache_item(kept.reference), "vLLM has decided"
+        scheduler.update_state_after_alloc(request, 0)
+        loaded = step(scheduler, worker, evicted=[kept.reference])[kept.reference]
+        scheduler.request_finished(request)
+        return loaded
+
+    assert torch.equal(bits(found("there")), bits(rows))
+    assert not scheduler.take_unavailable_requests()
+    zeros = found("gone")
+    assert zeros.shape == rows.shape
+    assert not zeros.any()
+    assert scheduler.take_unavailable_requests() == {"gone"}
     assert not ended(scheduler, Request("s", [kept.reference], kept.tokens)), (
         "caches may hold zeros"
     )
