@@ -345,11 +345,11 @@ def test_the_proxy_gives_embeddings_for_images(engines: Engines) -> None:
 
 
 def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    (kept,) = engines.client.encode([jpeg(128, 64)], dtype="float32", reference=True)
     engines.client.release(kept.reference)
     response = ask(engines.language, parts([kept]))
     assert response.status_code == 500
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    (kept,) = engines.client.encode([jpeg(192, 96)], dtype="float32", reference=True)
     wrong = replace(kept, grid_thw=(1, 2, 2), tokens=1, shape=(1, kept.shape[1]))
     assert ask(engines.language, parts([wrong])).status_code == 500
     assert answer(engines.language, parts([kept])).text
