@@ -189,7 +189,8 @@ class Pipeline:
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost where its rows could not be written."""
         kept = self.references.get(name, monotonic())
-        return kept and await self._written(name, kept)
+        found = self.references.find(name, monotonic())
+        return await self._written(found, kept) if found and kept else None
 
     async def _written(self, name: str, kept: Kept) -> Kept:
         """Once its rows are in shared memory."""
@@ -219,7 +220,8 @@ class Pipeline:
 
     async def rows(self, name: str) -> Bytes:
         """The bytes of rows that are held. Raises EmbeddingLost."""
-        kept = await self._written(name, self.references.held(name).kept)
+        held = self.references.held(name)
+        kept = await self._written(held.name, held.kept)
         found: Any = (await here(kept.embedding)).data
         return np.asarray(found)
 

@@ -4,11 +4,13 @@ clients, each under an id that nobody can guess (References). Knows no Ray."""
 from __future__ import annotations
 
 import asyncio
+import hmac
 import threading
+from base64 import urlsafe_b64encode
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
-from secrets import token_urlsafe
+from secrets import token_bytes, token_urlsafe
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,7 @@ from actors.types import Embedding, Media, SharedBytes
 
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
-ID_BYTES = 24  # random bytes in an id
+ID_BYTES = 24  # of each half of a name
 OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are bounded too
 
 
@@ -107,6 +109,7 @@ class Kept:
 class Hold:
     """What a reader holds: an entry, and its block, if its rows are in a RowMemory too."""
 
+    name: str
     kept: Kept
     block: Any
 
@@ -118,6 +121,10 @@ def reference_id(replica: str, name: str) -> str:
 
 class References:
     """The embeddings that one replica keeps for clients, bounded in time and in bytes.
+
+    A name is CONTENT.OWNER. All names of equal items have the same first half, which stands for
+    whichever of them is kept: language models cache by it. Nobody can guess either half, and only
+    the whole name releases.
 
     The one fetched longest ago is evicted first; one that is held, never. An object in shared
     memory counts once, in full, while any of its embeddings is kept. Time is an argument, in
@@ -131,6 +138,11 @@ class References:
         self._ends: OrderedDict[str, float] = OrderedDict()
         """Without those that are held. Ascending: all live equally long."""
         self._blocks: OrderedDict[str, Any] = OrderedDict()
+        self._secret = token_bytes(ID_BYTES)
+        self._equal: dict[str, dict[str, None]] = {}
+        """Names by their first half, oldest first."""
+        self._held_by_half: dict[str, list[str]] = {}
+        """Names that are held by their first half."""
         self._holds: Counter[str] = Counter()
         self._released: set[str] = set()  # while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
@@ -164,7 +176,9 @@ class References:
         data = kept.embedding.data
         if isinstance(data, np.ndarray):
             kept = replace(kept, embedding=replace(kept.embedding, data=data.copy()))
-        name = token_urlsafe(ID_BYTES)
+        half = self._content_of(kept)
+        name = f"{half}.{token_urlsafe(ID_BYTES)}"
+        self._equal.setdefault(half, {})[name] = None
         self.bytes += self._added_bytes(kept)
         self._users[kept.shared_object] += 1
         self._kept[name] = kept
@@ -174,31 +188,45 @@ class References:
         self._report()
         return name
 
-    def get(self, name: str, now: float) -> Kept | None:
-        """The entry of a name; None once its time is over or it was evicted."""
+    def find(self, name: str, now: float) -> str | None:
+        """The whole name of what a name, or the first half of one, stands for; None once its time
+        is over or it was evicted."""
         self.expire(now)
-        if name not in self._kept or name in self._released:
+        names = [name] if "." in name else reversed(self._equal.get(name, {}))
+        there = (one for one in names if one in self._kept and one not in self._released)
+        return next(there, None)
+
+    def get(self, name: str, now: float) -> Kept | None:
+        """The entry of a name or of the first half of one; None as `find`."""
+        if (found := self.find(name, now)) is None:
             return None
-        self._kept.move_to_end(name)
-        return self._kept[name]
+        self._kept.move_to_end(found)
+        return self._kept[found]
 
     def hold(self, name: str, now: float) -> Hold | None:
         """As `get`; the entry and its block stay where they are until as many calls of `free`."""
-        if self.get(name, now) is None:
+        if self.get(name, now) is None or (found := self.find(name, now)) is None:
             return None
-        self._ends.pop(name, None)
-        if name in self._blocks:
-            self._blocks.move_to_end(name)
-        self._holds[name] += 1
+        self._ends.pop(found, None)
+        if found in self._blocks:
+            self._blocks.move_to_end(found)
+        self._holds[found] += 1
+        if found != name:
+            self._held_by_half.setdefault(name, []).append(found)
         self._report()
         return self.held(name)
 
     def held(self, name: str) -> Hold:
-        """Of a name that is held."""
-        return Hold(self._kept[name], self._blocks.get(name))
+        """Of a name, or the first half of one, that is held."""
+        found = self._held_by_half[name][-1] if name in self._held_by_half else name
+        return Hold(found, self._kept[found], self._blocks.get(found))
 
     def free(self, name: str, now: float) -> None:
         """Ends one hold. After the last one, the entry lives as long as a new one."""
+        if name in self._held_by_half:
+            name = self._held_by_half[half := name].pop()
+            if not self._held_by_half[half]:
+                del self._held_by_half[half]
         self._holds[name] -= 1
         if not self._holds[name]:
             del self._holds[name]
@@ -231,6 +259,12 @@ class References:
         while self._ends and self._ends[first := next(iter(self._ends))] <= now:
             self._remove(first)
 
+    def _content_of(self, kept: Kept) -> str:
+        """The first half of its name."""
+        content = repr((kept.media.identity, kept.embedding.dtype)).encode()
+        digest = hmac.digest(self._secret, content, "sha256")[:ID_BYTES]
+        return urlsafe_b64encode(digest).decode()
+
     def _added_bytes(self, kept: Kept) -> int:
         shared = kept.shared_object
         return kept.own_bytes if shared and self._users[shared] else kept.size_bytes
@@ -239,6 +273,10 @@ class References:
         kept = self._kept.pop(name)
         self._ends.pop(name, None)
         self._blocks.pop(name, None)
+        half = name.partition(".")[0]
+        del self._equal[half][name]
+        if not self._equal[half]:
+            del self._equal[half]
         self._users[kept.shared_object] -= 1
         if not self._users[kept.shared_object]:
             del self._users[kept.shared_object]

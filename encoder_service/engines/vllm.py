@@ -33,8 +33,8 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
 
     Tensors are base64 of torch.save: rows [tokens, width] as of Embedding.torch, the grid [3]
     int64 in patches, the times [grid t] float64 in seconds from the start of a video, or [] float64
-    from one group to the next. A reference has its id as "uuid" instead of rows. Raises ValueError
-    for an embedding that vLLM cannot take.
+    from one group to the next. A reference has its id, without the part that releases it, as "uuid"
+    instead of rows. Raises ValueError for an embedding that vLLM cannot take.
     """
     check(embedding)
     import torch
@@ -49,7 +49,8 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
         seconds = torch.tensor(embedding.second_per_grid_ts, dtype=torch.float64)
         content["second_per_grid_ts"] = saved(seconds)
     if embedding.reference:
-        return {"type": name, name: content, "uuid": embedding.reference}
+        content_id = ".".join(embedding.reference.split(".")[:2])  # the same for the same image
+        return {"type": name, name: content, "uuid": content_id}
     rows = all_rows(embedding) if embedding.kept_rows else embedding.torch()
     return {"type": name, name: {name: saved(rows)} | content}
 

@@ -38,6 +38,7 @@ from encoder_service.engines.vllm_rows import (
     RowLoader,
     RowsAt,
     RowSource,
+    still_needed,
 )
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
 
@@ -47,10 +48,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AHEAD_BYTES = 2**30
-"""`ahead_bytes`: host memory for rows that are received before their requests are scheduled."""
+"""`ahead_bytes`: of embeddings that are fetched before their requests are scheduled, and of the
+host memory that receives them."""
 PAUSED_SECONDS = 5.0
 """Replicas wait for so long, or longer, for a reader that says nothing (rows/server.py)."""
-LOST = "the connection to its replica was lost"
+LOST = "its rows were lost, so that vLLM's caches may have others in their place"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
@@ -67,6 +69,7 @@ class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
 @dataclass
 class PendingFetch:
     rows: Future[FetchedRows]
+    expected_bytes: int
     requests: set[str] = field(default_factory=set)
     """Ids of the requests that still need it."""
     sent: set[str] = field(default_factory=set)
@@ -79,10 +82,14 @@ class PendingFetch:
         self.time = Stopwatch(self.rows)
 
     @property
+    def found(self) -> FetchedRows | None:
+        done = self.rows.done() and not self.rows.cancelled() and not self.rows.exception()
+        return self.rows.result() if done else None
+
+    @property
     def lost(self) -> bool:
         """The rows that were held are gone, with the connection to their replica."""
-        done = self.rows.done() and not self.rows.exception()
-        return done and self.rows.result().lost
+        return self.found is not None and self.found.lost
 
 
 @dataclass
@@ -136,6 +143,18 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.failed: set[str] = set()
         self.spoiled: set[str] = set()
         """Names of embeddings in whose place zeros were sent: vLLM's caches may have them."""
+        self.cached: dict[str, tuple[int, int]] = {}
+        """Shapes of what vLLM's encoder cache has from us, but for what it evicts in this step."""
+        self.evicting = False
+        """In this step, vLLM may have made room in its encoder cache."""
+        extra = vllm_config.ec_transfer_config
+        self.ahead_bytes = extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES)
+        hidden = vllm_config.model_config.get_inputs_embeds_size()
+        self.row_bytes = 8 * hidden  # with three deepstack features, until the first one is here
+        self.ahead: int | None = None
+        """Bytes of all fetches in this step; None: not counted yet."""
+        self.oldest = ""
+        """The first request that vLLM asked for in this step."""
         self.stats = LoadStats()
         self.needed = RowsToLoad()
         self.loading: dict[str, LoadingRequest] = {}
@@ -145,12 +164,12 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.SCHEDULER:
             from encoder_service.client import Client  # which the place "local" does not need
 
-            extra, parallel = vllm_config.ec_transfer_config, vllm_config.parallel_config
+            parallel = vllm_config.parallel_config
             self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
             self.source = RowSource(
                 self.client,
                 self.check,
-                extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES),
+                self.ahead_bytes,
                 parallel.world_size // parallel.pipeline_parallel_size,  # the first stage's
             )
 
@@ -172,30 +191,51 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether all embeddings that a request still needs are here. Starts to fetch missing ones.
 
-        The request fails if one cannot be fetched or does not fit its place in the prompt.
+        The request fails if one cannot be fetched or does not fit its place in the prompt. What
+        vLLM's encoder cache has is fetched with what it lacks, for which it may be evicted.
         """
-        here = True
+        here, needed = True, still_needed(request, num_computed_tokens)
+        if not self.evicting and needed <= self.cached.keys():
+            needed = set()
+        if needed and not self.oldest:
+            self.oldest = request.request_id
         for index, feature in enumerate(request.mm_features):
             if not self.is_reference(feature):
                 continue
-            name, place = feature.identifier, feature.mm_position
+            name = feature.identifier
             if name in self.spoiled:
                 self.fail(request, index, LOST)
                 here = False
                 continue
-            if place.offset + place.length <= num_computed_tokens:
+            if name not in needed:
                 if request.request_id not in self.loading:  # a step counts before it has run
                     self.drop(name, request.request_id)
                 continue
             fetch = self.fetches.get(name)
             if fetch is None or (fetch.lost and request.request_id not in fetch.sent):
+                if (size_bytes := self.room_for(request, index)) is None:
+                    here = False
+                    continue
                 # With LoRA of the tower, vLLM puts the adapter's name before the id.
                 rows = the(self.source).begin(feature.mm_hash or name)
-                fetch = PendingFetch(rows, fetch.requests if fetch else set())
+                fetch = PendingFetch(rows, size_bytes, fetch.requests if fetch else set())
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
+        self.evicting |= here and bool(needed)
         return here
+
+    def room_for(self, request: Any, index: int) -> int | None:
+        """The size of an item that may be fetched. vLLM asks for its whole queue: what the oldest
+        request needs is fetched at once, of the others as much as there is room for."""
+        if self.ahead is None:
+            found = [(fetch, fetch.found) for fetch in self.fetches.values()]
+            self.ahead = sum(rows.size_bytes if rows else one.expected_bytes for one, rows in found)
+        size_bytes: int = request.get_num_encoder_embeds(index) * self.row_bytes
+        if self.ahead + size_bytes > self.ahead_bytes and request.request_id != self.oldest:
+            return None
+        self.ahead += size_bytes
+        return size_bytes
 
     @staticmethod
     def is_reference(feature: Any) -> bool:
@@ -214,8 +254,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def fits(self, request: Any, index: int, rows: Future[FetchedRows]) -> bool:
         """Whether there are as many rows as the prompt has room for; if not, the request fails."""
         try:
+            size_bytes = rows.result().size_bytes
             found, room = rows.result().shape[0], request.get_num_encoder_embeds(index)
             if found == room:
+                self.row_bytes = size_bytes // found
                 return True
             problem = f"{found} rows, the prompt has room for {room}"
         except Exception as error:  # no error may end vLLM's scheduler
@@ -237,26 +279,37 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return failed
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether an embedding is here. vLLM asks after ensure_cache_available."""
-        fetch = self.fetches.get(identifier)
-        return fetch is not None and fetch.rows.done() and not fetch.rows.exception()
+        """Whether an embedding is here. vLLM asks after ensure_cache_available, for what is not in
+        its encoder cache: without rows, it would end."""
+        return identifier in self.cached or self.fetched(identifier) is not None
+
+    def fetched(self, name: str) -> FetchedRows | None:
+        fetch = self.fetches.get(name)
+        return fetch.found if fetch else None
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         """Sends item `index` to the workers with the next step, if this connector fetched it."""
-        identifier = request.mm_features[index].identifier
-        if self.has_cache_item(identifier):
-            fetch = self.fetches[identifier]
-            fetched = fetch.rows.result()
-            self.needed.rows[identifier] = fetched.rows
-            if fetched.lost:  # since ensure_cache_available; the step can no longer be stopped
-                self.needed.rows[identifier] = torch.zeros(fetched.shape, dtype=torch.bfloat16)
-                self.spoiled.add(identifier)
-                self.fail(request, index, LOST)
-            self.stats.loaded(fetched.size_bytes, fetch.time.seconds, fetched.path)
+        name = request.mm_features[index].identifier
+        if not self.has_cache_item(name):
+            return
+        found = self.fetched(name)
+        shape = found.shape if found else self.cached[name]
+        if found is None or found.lost:
+            found = self.fetched_again(request, index)
+        if found and found.shape == shape:
+            self.needed.rows[name] = found.rows
+            self.cached[name] = shape
+            fetch = self.fetches[name]
+            self.stats.loaded(found.size_bytes, fetch.time.seconds, found.path)
             fetch.sent.add(request.request_id)
             made = LoadingRequest(request, request.num_output_tokens)
             loading = self.loading.setdefault(request.request_id, made)
-            loading.sent, loading.rows[index] = monotonic(), fetched
+            loading.sent, loading.rows[index] = monotonic(), found
+        else:
+            self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
+            self.cached.clear()  # what else vLLM still has is fetched again
+            self.spoiled.add(name)
+            self.fail(request, index, LOST)
 
     def distrust(self, loading: LoadingRequest) -> None:
         """Fails a request whose rows may have been copied after its replica took them back: from a
@@ -269,11 +322,28 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 self.spoiled.add(loading.request.mm_features[index].identifier)
                 self.fail(loading.request, index, LOST)
 
+    def fetched_again(self, request: Any, index: int) -> FetchedRows | None:
+        """Rows that were lost since ensure_cache_available, or that vLLM's encoder cache no longer
+        has because it was reset. vLLM waits, as its step can no longer be stopped."""
+        feature = request.mm_features[index]
+        name = feature.identifier
+        rows = the(self.source).begin(feature.mm_hash or name)
+        requests = self.fetches[name].requests if name in self.fetches else set()
+        self.fetches[name] = PendingFetch(rows, 0, requests | {request.request_id})
+        try:
+            return rows.result(TIMEOUT_SECONDS)
+        except Exception as error:  # no error may end vLLM's scheduler
+            log.error("embedding %s cannot be fetched again: %r", name, error)
+            return None
+
     def build_connector_meta(self, scheduler_output: Any) -> RowsToLoad:
         for one in list(self.loading.values()):
             # With a token, every worker has computed the whole prompt.
             if one.request.num_output_tokens > one.tokens:
                 self.loaded(one.request)
+        for name in scheduler_output.free_encoder_mm_hashes:
+            self.cached.pop(name, None)
+        self.evicting, self.ahead, self.oldest = False, None, ""
         built, self.needed = self.needed, RowsToLoad()
         built.memories = the(self.source).memories()
         return built

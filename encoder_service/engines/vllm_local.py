@@ -41,6 +41,7 @@ from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
+from encoder_service.engines.vllm_rows import still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
@@ -119,7 +120,7 @@ class LocalEncoder:
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
         self.items: dict[str, LocalItem] = {}
-        self.ready: set[str] = set()  # requests all of whose items are here
+        self.ready: set[str] = set()  # requests whose items are here, some of them in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
         self.encoded = 0
@@ -305,15 +306,17 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether all items that a request still needs are here or are left to vLLM."""
         encoder = the(self.encoder)
+        needed = still_needed(request, num_computed_tokens)
         here = True
         for index, feature in enumerate(request.mm_features):
-            place = feature.mm_position
-            if place.offset + place.length <= num_computed_tokens:
+            if feature.identifier not in needed:
                 encoder.drop(feature.identifier, request.request_id)
             else:
                 here = encoder.need(request, index) and here
-        if here:
+        if here and not needed.isdisjoint(encoder.items):
             encoder.ready.add(request.request_id)
+        else:
+            encoder.ready.discard(request.request_id)
         return here
 
     def has_cache_item(self, identifier: str) -> bool:

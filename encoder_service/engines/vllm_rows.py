@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from math import prod
-from threading import Event, Lock, Semaphore, Thread, Timer
+from queue import SimpleQueue
+from threading import Event, Lock, Semaphore, Thread
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
@@ -126,6 +127,9 @@ class RowSource:
         self.closed = Event()
         self.threads = ThreadPoolExecutor(THREADS, "rows")
         self.freeing = ThreadPoolExecutor(1, "rows-free")
+        self.aborted: SimpleQueue[tuple[float, FetchedRows]] = SimpleQueue()
+        """What is to be released, and when; oldest first."""
+        Thread(target=self._release_aborted, name="rows-aborted", daemon=True).start()
 
     def begin(self, name: str) -> Future[FetchedRows]:
         return self.threads.submit(self._fetch, name)
@@ -136,9 +140,7 @@ class RowSource:
             self.freeing.submit(self._free, fetched.reader, fetched.key)
 
     def release_later(self, fetched: FetchedRows) -> None:
-        timer = Timer(ABORTED_SECONDS, self.release, (fetched,))
-        timer.daemon = True
-        timer.start()
+        self.aborted.put((monotonic() + ABORTED_SECONDS, fetched))
 
     def memories(self) -> dict[int, MemoryHandle]:
         """What workers are to open by now; all others can be closed."""
@@ -161,7 +163,7 @@ class RowSource:
                 "as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
                 "media_io_kwargs"
             )
-        replica, _, key = name.partition(".")
+        replica, key = name.split(".")[:2]
         for _ in range(2):  # a connection may have been lost since it was used last
             if (reader := self._reader(replica, name)) is None:
                 break
@@ -326,6 +328,13 @@ class RowSource:
                 self._forget(replica, reader)
                 return
 
+    def _release_aborted(self) -> None:
+        while not self.closed.is_set():
+            at, fetched = self.aborted.get()
+            self.closed.wait(at - monotonic())
+            self.release(fetched)
+            del fetched  # its memory must not wait for the next one
+
     def _tell(self, replica: str, path: str) -> None:
         if (replica, path) not in self.told:
             self.told.add((replica, path))
@@ -379,6 +388,16 @@ class RowLoader:
             opened.pin(self.device)
         except (RuntimeError, ImportError) as error:
             log.warning("copies to the device are slower, as memory cannot be pinned: %s", error)
+
+
+def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
+    """Names of items that a request has not computed everywhere: a prompt may repeat an image, of
+    which vLLM's prefix cache then has the first place alone."""
+    return {
+        feature.identifier
+        for feature in request.mm_features
+        if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
+    }
 
 
 def size_of(held: HeldRows) -> int:

@@ -66,7 +66,7 @@ def wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:
 def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
     """URL of `vllm serve` of the checkpoint in folder/model; its log lies beside that.
 
-    Of the options, such as limit_mm_per_prompt, the values are JSON.
+    Of the options, such as limit_mm_per_prompt, the values are JSON; None: an option without one.
     """
     from encoder_service.bench.cluster import free_ports  # which SGLang's environment lacks
 
@@ -74,7 +74,8 @@ def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
     command += ["--model", str(folder / "model"), "--port", str(port)]
     for option, value in options.items():
-        command += [f"--{option.replace('_', '-')}", json.dumps(value)]
+        command += [f"--{option.replace('_', '-')}"]
+        command += [] if value is None else [json.dumps(value)]
     url = f"http://127.0.0.1:{port}"
     with running(command, f"{url}/health", folder / f"{name}.log"):
         yield url

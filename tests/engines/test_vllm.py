@@ -10,7 +10,7 @@ import signal
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -197,10 +197,11 @@ def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engi
 
 
 def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    files = [*FILES["one image"], jpeg(160, 96)]
+    (kept, gone) = engines.client.encode(files, dtype="float32", reference=True)
     assert ask(engines.language, parts([kept])).is_success
-    engines.client.release(kept.reference)
-    assert ask(engines.language, parts([kept])).status_code == 500
+    engines.client.release(gone.reference)
+    assert ask(engines.language, parts([gone])).status_code == 500
     found = metrics(engines.language)
     assert found["loaded_total"] == found["seconds_count"] >= 1
     assert found["bytes_total"] >= kept.shape[0] * kept.shape[1] * 4
@@ -214,15 +215,76 @@ def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
 
 
 def test_rows_are_copied_from_the_encoders_memory_or_received(engines: Engines) -> None:
-    for files, path in (("one image", "ipc"), ("a resized image", "unix")):
-        expected = answer(engines.whole, [shown(file) for file in FILES[files]])
+    for size, path in (((128, 192), "ipc"), ((301, 509), "unix")):
         before = metrics(engines.language)
-        for _ in range(2):  # the first may be received, before the worker has opened the memory
-            kept = engines.client.encode(FILES[files], dtype="float32", reference=True)
-            assert_same(answer(engines.language, parts(kept)), expected)
+        for name in ("astronaut.png", "coffee.png"):
+            # The first may be received, before the worker has opened the memory.
+            file = jpeg(*size, name)
+            kept = engines.client.encode([file], dtype="float32", reference=True)
+            assert_same(answer(engines.language, parts(kept)), answer(engines.whole, [shown(file)]))
         after = metrics(engines.language)
         assert after[f"{path}_total"] > before.get(f"{path}_total", 0)
         assert after["http_total"] == 0
+
+
+@pytest.mark.parametrize("prefixes", ["without", "with"])
+def test_an_image_that_comes_again_is_fetched_once(engines: Engines, prefixes: str) -> None:
+    """With and without vLLM's prefix cache, whose blocks here have 128 tokens."""
+    if engines.family != "qwen2_vl" and prefixes == "with":
+        pytest.skip("for one family")
+    image = jpeg(224, 224, "chelsea.png" if prefixes == "with" else "coffee.png")
+    kept, again = (
+        engines.client.encode([image], dtype="float32", reference=True)[0] for _ in range(2)
+    )
+    assert kept.reference != again.reference
+    text = {"type": "text", "text": 40 * "Words. "}
+    with ExitStack() as stack:
+        url = engines.language
+        if prefixes == "with":
+            url = stack.enter_context(cached(engines))
+        before = metrics(url)
+        for number, content in enumerate(
+            (["i", "t"], ["i", "t", "i"], ["t", "i", "i"], ["i", "t", "i", "t", "i"])
+        ):
+            found, expected = (
+                [{"i": picture, "t": text}[each] for each in content]
+                for picture in ((kept, again)[number % 2].to_vllm(), shown(image))
+            )
+            assert_same(answer(url, found), answer(engines.whole, expected))
+            if not number:
+                for one in (kept, again):
+                    engines.client.release(one.reference)
+        after = metrics(url)
+        hits = metrics(url, "vllm:prefix_cache_")["hits_total"]
+    for name in ("loaded_total", "seconds_count"):
+        assert after[name] == before.get(name, 0) + 1
+    assert after["failed_total"] == before.get("failed_total", 0)
+    assert (hits > 0) == (prefixes == "with")
+
+
+def test_with_our_engine_inside_an_image_that_comes_again_is_encoded_once(
+    engines: Engines,
+) -> None:
+    image, text = shown(jpeg(224, 224, "chelsea.png")), {"type": "text", "text": 40 * "Words. "}
+    before = metrics(engines.local)
+    for content in ([image, text], [image, text, image], [text, image, image]):
+        assert_same(answer(engines.local, content), answer(engines.whole, content))
+    after = metrics(engines.local)
+    assert after["loaded_total"] == before.get("loaded_total", 0) + 1
+    assert after["left_total"] == before.get("left_total", 0)
+
+
+@contextmanager
+def cached(engines: Engines) -> Iterator[str]:
+    """URL of a vLLM like that of `language`, with a prefix cache."""
+    extra = {"ec_connector_extra_config": {"url": engines.encoder}}
+    options = {
+        "limit_mm_per_prompt": LIMITS.get(engines.family, NONE),
+        "ec_transfer_config": CONNECTOR | extra,
+        "enable_prefix_caching": None,
+    }
+    with vllm(PYTHON, engines.folder, "cached", **options) as url:
+        yield url
 
 
 def test_every_worker_of_tensor_parallelism_gets_the_rows(
@@ -247,14 +309,14 @@ def test_every_worker_of_tensor_parallelism_gets_the_rows(
     assert found["unix_total"] >= 1
 
 
-def metrics(url: str) -> dict[str, float]:
-    """Of our connector, by name."""
+def metrics(url: str, prefix: str = "vllm:encoder_service_") -> dict[str, float]:
+    """By name, without the prefix: of our connector, or others."""
     text = httpx.get(f"{url}/metrics", trust_env=False).text
     return {
-        one.name.removeprefix("vllm:encoder_service_"): one.value
+        one.name.removeprefix(prefix): one.value
         for family in text_string_to_metric_families(text)
         for one in family.samples
-        if one.name.startswith("vllm:encoder_service_")
+        if one.name.startswith(prefix)
     }
 
 
@@ -283,11 +345,11 @@ def test_the_proxy_gives_embeddings_for_images(engines: Engines) -> None:
 
 
 def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    (kept,) = engines.client.encode([jpeg(128, 64)], dtype="float32", reference=True)
     engines.client.release(kept.reference)
     response = ask(engines.language, parts([kept]))
     assert response.status_code == 500
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
+    (kept,) = engines.client.encode([jpeg(192, 96)], dtype="float32", reference=True)
     wrong = replace(kept, grid_thw=(1, 2, 2), tokens=1, shape=(1, kept.shape[1]))
     assert ask(engines.language, parts([wrong])).status_code == 500
     assert answer(engines.language, parts([kept])).text
@@ -314,13 +376,14 @@ def test_a_name_with_a_dot_is_no_reference_where_rows_are_there(engines: Engines
 
 
 def test_a_replica_that_is_killed_fails_the_requests_that_need_it(engines: Engines) -> None:
-    (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
-    for _ in range(2):
-        assert ask(engines.language, parts([kept])).is_success
+    files = [*FILES["one image"], jpeg(96, 160)]
+    (kept, lost) = engines.client.encode(files, dtype="float32", reference=True)
+    assert ask(engines.language, parts([kept])).is_success
     replica = kept.reference.partition(".")[0]
     (name,) = (actor for actor in actors() if actor.endswith(replica))
     os.kill(process(name), signal.SIGKILL)
-    assert ask(engines.language, parts([kept])).status_code == 500
+    assert ask(engines.language, parts([lost])).status_code == 500
+    assert ask(engines.language, parts([kept])).is_success, "vLLM has it"
     (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
     assert kept.reference.partition(".")[0] != replica
     expected = answer(engines.whole, [shown(file) for file in FILES["one image"]])

@@ -377,7 +377,7 @@ def test_rows_of_an_id_are_read_from_its_replica(client: httpx.Client, socket: s
     reader = RowsReader.connect(place if socket == "unix" else replace(place, unix="/nowhere"))
     assert reader
     assert reader.path == socket
-    name = kept["reference"].partition(".")[2]
+    name = kept["reference"].split(".")[1]
     held = reader.hold(name)
     assert (held.shape, held.deepstack) == (tuple(kept["shape"]), kept["deepstack"])
     rows = bytearray(len(found["data"]))

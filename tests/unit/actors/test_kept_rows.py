@@ -170,10 +170,19 @@ def test_ids_of_equal_items_share_a_block(gate: threading.Event) -> None:
         assert one == other
         assert one
         assert one.memory
+        half = first.partition(".")[0]
+        assert second != first
+        assert second.startswith(f"{half}."), "language models cache by it"
+        assert await of.hold(half) == one
+        expected = await by_value(of, second)
+        assert torch.equal(await by_value(of, half), expected)
+        assert bytes(await of.rows(half)) == expected.numpy().tobytes()
+        of.free(half)
         (narrow,) = await keep(of, 96, dtype="bfloat16")
         rows = await of.hold(narrow)
         assert rows
         assert rows.memory is None, "the cache has no block of that dtype"
+        assert not narrow.startswith(half)
 
     of = pipeline(cache_bytes=2**20)
     try:
@@ -222,7 +231,7 @@ def test_a_reader_gets_what_a_pipeline_keeps(gate: threading.Event, tmp_path: Pa
 
         for name in names:
             expected = await by_value(of, name)
-            for rows in await asyncio.to_thread(read, name):
+            for rows in await asyncio.to_thread(read, name.partition(".")[0]):
                 assert torch.equal(rows, expected)
         await asyncio.to_thread(server.stop)
         held: Any = of.references._holds

@@ -149,6 +149,8 @@ def test_a_reference_travels_as_its_id_and_grid() -> None:
     kept = replace(embedding(), reference="r1.abc", data=b"")
     part = kept.to_vllm()
     assert part["uuid"] == "r1.abc"
+    owned = replace(kept, reference="r1.abc.def")
+    assert owned.to_vllm()["uuid"] == "r1.abc", "vLLM knows an image by it, and cannot release it"
     assert set(part["image_embeds"]) == {"image_grid_thw"}
     assert vllm_rules.decoded(part["image_embeds"]["image_grid_thw"]).tolist() == [1, 4, 6]
     with pytest.raises(ValueError, match="fetch the reference"):

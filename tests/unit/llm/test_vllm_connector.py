@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -152,10 +152,14 @@ def ended(scheduler: Any, request: Request, computed: int = 0) -> bool:
 
 
 def step(
-    scheduler: Any, *workers: Any, cache: dict[str, torch.Tensor] | None = None
+    scheduler: Any,
+    *workers: Any,
+    cache: dict[str, torch.Tensor] | None = None,
+    evicted: Sequence[str] = (),
 ) -> dict[str, torch.Tensor]:
     """What the workers have in their encoder caches, which are all the same."""
-    metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(None)))
+    output = SimpleNamespace(free_encoder_mm_hashes=evicted)
+    metadata = pickle.loads(pickle.dumps(scheduler.build_connector_meta(output)))
     caches = [{} if cache is None else cache for _ in workers]
     for worker, each in zip(workers, caches, strict=True):
         worker.bind_connector_metadata(metadata)
@@ -192,7 +196,7 @@ def test_a_step_gets_its_embeddings_by_id(halves: Halves, url: str) -> None:
     assert set(cache) == set(names)
     assert torch.equal(cache[names[0]].view(torch.uint8), rows[0].view(torch.uint8))
     assert cache[names[1]] is mine, "what is there already stays"
-    assert not scheduler.build_connector_meta(None).rows
+    assert not step(scheduler, worker)
     assert not scheduler.take_unavailable_requests()
     worker.save_caches({}, "x")
 
@@ -209,6 +213,113 @@ def test_an_embedding_goes_with_the_last_request_that_needs_it(halves: Halves, u
     scheduler.request_finished(other)
     assert list(scheduler.fetches) == names[1:]
     scheduler.request_finished(one)
+    assert not scheduler.fetches
+
+
+@pytest.mark.parametrize("computed", [0, 1])
+def test_an_image_that_a_prompt_repeats_is_fetched_once(
+    halves: Halves, url: str, computed: int
+) -> None:
+    """Also if vLLM's prefix cache has the first place."""
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    begun = counted(scheduler)
+    request = Request("r", [kept.reference, kept.reference], kept.tokens)
+    assert ended(scheduler, request, computed * kept.tokens)
+    assert begun == [kept.reference]
+    scheduler.update_state_after_alloc(request, computed)
+    assert torch.equal(bits(step(scheduler, worker)[kept.reference]), bits(rows))
+    assert scheduler.ensure_cache_available(request, 2 * kept.tokens)
+    request.num_output_tokens = 1
+    step(scheduler, worker)
+    assert not scheduler.fetches
+    assert scheduler.stats.data["loaded"] == len(begun) == 1
+
+
+def counted(scheduler: Any) -> list[str]:
+    """The ids that it fetches from now on."""
+    begin, begun = scheduler.source.begin, []
+
+    def count(name: str) -> Any:
+        begun.append(name)
+        return begin(name)
+
+    scheduler.source.begin = count
+    return begun
+
+
+def test_what_vllms_encoder_cache_has_is_not_fetched_again(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    begun = counted(scheduler)
+    kept, _ = keep(url, 2)
+    one, other = (each.reference for each in kept)
+
+    def run(request_id: str, *names: str, evicted: Sequence[str] = ()) -> None:
+        request = Request(request_id, list(names), kept[0].tokens)
+        assert ended(scheduler, request)
+        for index, name in enumerate(names):
+            if name not in cache:
+                scheduler.update_state_after_alloc(request, index)
+        step(scheduler, worker, cache=cache, evicted=evicted)
+        for name in evicted:
+            del cache[name]
+        scheduler.request_finished(request)
+
+    cache: dict[str, torch.Tensor] = {}
+    for request_id in "abc":
+        run(request_id, one)
+    assert begun == [one]
+    # vLLM may make room for an item by evicting another one of its request, which it then needs.
+    run("d", other, one)
+    assert begun == [one, other, one]
+    assert scheduler.stats.data["loaded"] == 2
+    run("e", other, one, evicted=[one])
+    run("f", one)
+    assert begun == [one, other, one, one]
+    assert not scheduler.fetches
+
+
+def test_what_vllm_may_evict_in_this_step_is_fetched(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    kept, _ = keep(url, 2)
+    one, other, last = (
+        Request(name, [each.reference], each.tokens)
+        for name, each in zip("abc", [*kept, kept[0]], strict=True)
+    )
+    for request in (one, other):
+        assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(one, 0)
+    step(scheduler, worker)
+    scheduler.request_finished(one)
+    assert scheduler.ensure_cache_available(last, 0)
+    assert scheduler.ensure_cache_available(other, 0), "for which vLLM may now evict"
+    assert not scheduler.ensure_cache_available(last, 0)
+    assert ended(scheduler, last)
+    scheduler.update_state_after_alloc(last, 0)
+    assert step(scheduler, worker)
+    assert not scheduler.take_unavailable_requests()
+
+
+def test_vllms_encoder_cache_may_be_emptied(
+    halves: Halves, url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    requests = [Request(name, [kept.reference], kept.tokens) for name in "abc"]
+    found = []
+    for number, request in enumerate(requests):
+        assert ended(scheduler, request)
+        assert scheduler.has_cache_item(kept.reference), "it must have rows, or vLLM would end"
+        if number == 2:
+            with Client(url) as client:
+                client.release(kept.reference)
+        scheduler.update_state_after_alloc(request, 0)
+        found.append(step(scheduler, worker)[kept.reference])
+        scheduler.request_finished(request)
+    assert [torch.equal(bits(one), bits(rows)) for one in found] == [True, True, False]
+    assert found[2].shape == rows.shape
+    assert scheduler.take_unavailable_requests() == {"c"}
+    assert "cannot be fetched again" in caplog.text
     assert not scheduler.fetches
 
 
@@ -269,6 +380,44 @@ def test_a_long_queue_is_fetched_a_few_at_a_time(
             assert not ended(scheduler, request)
             assert scheduler.take_unavailable_requests() == {request.request_id}
     assert most == 2
+
+
+def test_of_a_long_queue_as_much_is_fetched_as_there_is_room_for(halves: Halves, url: str) -> None:
+    (kept,), (rows,) = keep(url)
+    scheduler, worker = halves(ahead_bytes=3 * rows.nbytes)
+    begun = counted(scheduler)
+    queue = [Request(str(i), [kept.reference], kept.tokens, adapter=f"lora{i}:") for i in range(9)]
+    end, most = time.monotonic() + 60, 0
+    while queue:
+        assert time.monotonic() < end
+        here = [one for one in queue if scheduler.ensure_cache_available(one, 0)]
+        most = max(most, len(scheduler.fetches))
+        for request in here[:1]:  # for more vLLM has no room
+            queue.remove(request)
+            scheduler.update_state_after_alloc(request, 0)
+            request.num_output_tokens = 1
+        step(scheduler, worker)
+    assert most == 3
+    assert len(begun) == 9
+
+
+def test_what_the_oldest_request_needs_is_fetched_whatever_it_takes(
+    halves: Halves, url: str
+) -> None:
+    kept, rows = keep(url, 2)
+    scheduler, worker = halves(ahead_bytes=rows[0].nbytes)
+    large, small = (
+        Request(f"r{len(names)}", names, kept[0].tokens)
+        for names in ([one.reference for one in kept], [kept[1].reference + "x"])
+    )
+    assert not scheduler.ensure_cache_available(large, 0)
+    assert not scheduler.ensure_cache_available(small, 0)
+    assert list(scheduler.fetches) == [one.reference for one in kept]
+    assert ended(scheduler, large)
+    scheduler.request_finished(large)
+    step(scheduler, worker)
+    assert not ended(scheduler, small)
+    assert scheduler.take_unavailable_requests() == {"r1"}
 
 
 @contextmanager
@@ -395,13 +544,14 @@ def test_what_it_cannot_be(connector_module: ModuleType, arguments: Any, message
 
 
 def answered(scheduler: Any, *workers: Any, kept: Embedding, name: str = "r") -> torch.Tensor:
-    """The rows of one request, from when vLLM sees it until its first token."""
+    """The rows of one request, from when vLLM sees it until its first token. vLLM then needs the
+    room in its encoder cache."""
     request = Request(name, [kept.reference], kept.tokens)
     assert ended(scheduler, request)
     scheduler.update_state_after_alloc(request, 0)
     rows = step(scheduler, *workers)[kept.reference]
     request.num_output_tokens = 1
-    step(scheduler, *workers)
+    step(scheduler, *workers, evicted=[kept.reference])
     scheduler.request_finished(request)
     return rows
 
@@ -443,7 +593,7 @@ def test_bytes_are_received_into_memory_that_the_workers_share(
     request = Request("r", [kept.reference], kept.tokens)
     assert torch.equal(bits(answered(scheduler, *workers, kept=kept)), bits(rows))
     assert ended(scheduler, request)
-    assert encoders.store.held == 0, "the bytes are here"
+    until(lambda: encoders.store.held == 0)  # the bytes are here
     assert scheduler.source.received.taken_bytes > 0
     scheduler.update_state_after_alloc(request, 0)
     assert isinstance(scheduler.needed.rows[kept.reference], RowsAt)
@@ -498,6 +648,17 @@ def test_rows_that_a_step_may_still_copy_stay_for_a_while(
     until(lambda: encoders.store.held == 0)
 
 
+def test_many_aborted_requests_need_no_threads(halves: Halves, url: str) -> None:
+    scheduler, _ = halves()
+    (kept,), _ = keep(url)
+    for number in range(60):
+        request = Request(str(number), [kept.reference], kept.tokens, adapter=f"lora{number}:")
+        assert ended(scheduler, request)
+        scheduler.update_state_after_alloc(request, 0)
+        scheduler.request_finished(request)
+    assert threading.active_count() < 60
+
+
 def test_rows_of_a_step_that_is_scheduled_stay_until_it_has_run(
     halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,6 +688,7 @@ def test_rows_wait_for_room_in_the_shared_memory(halves: Halves, encoders: Encod
     first, second = (Request(name, [kept.reference], kept.tokens) for name in "ab")
     second.adapter = "lora:"  # so that it is another item
     assert ended(scheduler, first)
+    step(scheduler, worker)
     assert not scheduler.ensure_cache_available(second, 0)
     time.sleep(0.1)
     assert not scheduler.ensure_cache_available(second, 0)
@@ -609,22 +771,32 @@ def test_a_replica_that_cannot_be_reached_any_more_is_read_through_the_front_doo
     assert scheduler.stats.data["http"] == 3
 
 
-def test_rows_that_are_lost_once_a_step_needs_them_fail_their_request(
+def test_rows_that_are_lost_once_a_step_needs_them_are_fetched_again_or_fail_their_request(
     halves: Halves, encoders: Encoders
 ) -> None:
     scheduler, worker = halves(encoders.url)
     (kept,), (rows,) = keep(encoders.url)
     answered(scheduler, worker, kept=kept)
-    request = Request("r", [kept.reference], kept.tokens)
-    assert ended(scheduler, request)
-    scheduler.source.readers["replica"].close()
-    assert scheduler.has_cache_item(kept.reference), "vLLM has decided"
-    scheduler.update_state_after_alloc(request, 0)
-    found = step(scheduler, worker)[kept.reference]
-    assert found.shape == rows.shape
-    assert not found.any()
-    assert scheduler.take_unavailable_requests() == {"r"}
-    scheduler.request_finished(request)
+
+    def found(name: str) -> torch.Tensor:
+        request = Request(name, [kept.reference], kept.tokens)
+        assert ended(scheduler, request)
+        scheduler.source.readers["replica"].close()
+        if name == "gone":
+            encoders.fleet.kept.clear()
+            encoders.store.tensors.clear()
+        assert scheduler.has_cache_item(kept.reference), "vLLM has decided"
+        scheduler.update_state_after_alloc(request, 0)
+        loaded = step(scheduler, worker, evicted=[kept.reference])[kept.reference]
+        scheduler.request_finished(request)
+        return loaded
+
+    assert torch.equal(bits(found("there")), bits(rows))
+    assert not scheduler.take_unavailable_requests()
+    zeros = found("gone")
+    assert zeros.shape == rows.shape
+    assert not zeros.any()
+    assert scheduler.take_unavailable_requests() == {"gone"}
     assert not ended(scheduler, Request("s", [kept.reference], kept.tokens)), (
         "caches may hold zeros"
     )
@@ -700,7 +872,7 @@ def test_rows_that_a_replica_took_back_before_they_were_copied_fail_their_reques
     request = Request("r", [kept[0].reference], kept[0].tokens)
     assert ended(scheduler, request)
     scheduler.update_state_after_alloc(request, 0)
-    metadata = scheduler.build_connector_meta(None)
+    metadata = scheduler.build_connector_meta(SimpleNamespace(free_encoder_mm_hashes=[]))
     assert encoders.server
     for connection in list(encoders.server._connections):
         connection.end()

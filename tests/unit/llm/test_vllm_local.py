@@ -92,12 +92,12 @@ class Halves:
         self.cache: dict[str, Tensor] = {}
         self.spec: ModelSpec = self.worker.encoder.spec
 
-    def step(self, *requests: Images, tokens: int = 1) -> list[Images]:
+    def step(self, *requests: Images, tokens: int = 1, computed: int = 0) -> list[Images]:
         """One turn of vLLM's loop: those of the requests that could be scheduled. `tokens`: of each
-        of them."""
+        of them, of which `computed` are there already."""
         scheduled = []
         for request in requests:
-            if self.scheduler.ensure_cache_available(request, 0):
+            if self.scheduler.ensure_cache_available(request, computed):
                 for index, feature in enumerate(request.mm_features):
                     if self.scheduler.has_cache_item(feature.identifier):
                         self.scheduler.update_state_after_alloc(request, index)
@@ -289,6 +289,24 @@ def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
     assert len(stubbed.submitted(1)) == 1
 
 
+@pytest.mark.parametrize("computed", [0, 4])
+def test_an_image_that_a_prompt_repeats_is_encoded_once(stubbed: Stubbed, computed: int) -> None:
+    """Also if vLLM's prefix cache has the first place, and its encoder cache none."""
+    request = stubbed.images("a", "x")
+    request.mm_features.append(
+        SimpleNamespace(
+            **vars(request.mm_features[0]) | {"mm_position": SimpleNamespace(offset=9, length=4)}
+        )
+    )
+    for _ in range(3):
+        assert stubbed.step(request, computed=computed) == []
+    assert len(stubbed.submitted(1)) == 1
+    rows = stubbed.answer(0)
+    assert stubbed.step(request, computed=computed) == [request]
+    assert torch.equal(stubbed.cache["x"], rows)
+    assert not stubbed.items
+
+
 def test_what_no_request_needs_any_more_is_dropped(stubbed: Stubbed) -> None:
     first, second = stubbed.images("a", "x"), stubbed.images("b", "x", "y")
     stubbed.step(first, second)
@@ -321,6 +339,26 @@ def test_rows_ahead_of_need_are_bounded_and_the_oldest_come_first(
     for request in requests:
         halves.scheduler.request_finished(request)
     for place in range(3, 6):
+        assert halves.step(large) == []
+        halves.submitted(place + 1)
+        halves.answer(place)
+    assert halves.step(large) == [large]
+    halves.worker.shutdown()
+
+
+def test_answers_that_are_being_written_keep_no_large_request_waiting(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that needs more rows than there is room for: its last image is encoded all the same."""
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
+    halves = Stubbed(connector_module, monkeypatch, ahead_bytes=2 * 4 * spec.width * 4)
+    answering, large = halves.images("answering", "x"), halves.images("large", "a", "b", "c")
+    halves.step(answering)
+    halves.submitted(1)
+    halves.answer(0)
+    assert halves.step(answering) == [answering]
+    for place in (1, 2, 3):
+        assert halves.scheduler.ensure_cache_available(answering, 4)
         assert halves.step(large) == []
         halves.submitted(place + 1)
         halves.answer(place)

@@ -218,7 +218,8 @@ def test_the_block_used_longest_ago_is_evicted_but_no_held_one() -> None:
         evicted.append([one() is None for one in gone])
     assert evicted == [[False, False, True], [True, False, True]]
     assert store.held(names[1]).block is gone[1]()
-    assert store.hold(names[2], 0) == Hold(store.held(names[2]).kept, None), "its entry stays"
+    entry = store.held(names[2]).kept
+    assert store.hold(names[2], 0) == Hold(names[2], entry, None), "its entry stays"
     store.free(names[1], 0)
     store.release(names[1])
     assert gone[1]() is None
@@ -226,3 +227,48 @@ def test_the_block_used_longest_ago_is_evicted_but_no_held_one() -> None:
 
 class Block:
     """In the place of a tensor."""
+
+
+def halves(*names: str) -> list[str]:
+    return [name.partition(".")[0] for name in names]
+
+
+def test_the_first_half_of_a_name_stands_for_all_equal_items() -> None:
+    store, _ = references()
+    other, _ = references()
+    first, second, different = (
+        store.keep(kept(1), 0),
+        store.keep(kept(1), 1),
+        store.keep(kept(2), 2),
+    )
+    half, same, unlike = halves(first, second, different)
+    assert half == same != unlike
+    assert half not in halves(other.keep(kept(1), 0)), "nobody can know it from the content"
+    assert first != second
+    assert store.find(half, 3) == second
+    assert not store.release(half), "it is not the caller's alone"
+    assert store.release(second)
+    assert store.find(half, 3) == first
+    assert store.get(half, 59.9) is not None
+    assert store.get(half, 60) is None
+    assert store.keep(kept(1), 61).startswith(f"{half}."), "a language model may still have it"
+
+
+def test_what_is_held_by_the_first_half_of_its_name_stays() -> None:
+    store, _ = references(2 * ENTRY_BYTES)
+    first = store.keep(kept(1), 0)
+    (half,) = halves(first)
+    one = store.hold(half, 1)
+    second = store.keep(kept(1), 2)
+    two = store.hold(half, 3)
+    assert [hold and hold.name for hold in (one, two)] == [first, second]
+    with pytest.raises(Overloaded):
+        store.keep(kept(2), 4)
+    assert store.release(first)
+    assert store.release(second)
+    assert store.get(half, 5) is None
+    assert store.held(half).kept is not None, "it is read"
+    for _ in range(2):
+        store.free(half, 6)
+    assert store.bytes == 0
+    assert store.hold(half, 7) is None

@@ -87,7 +87,7 @@ def test_what_is_to_be_kept_is_kept_by_the_same_call(actor: encoder.Encoder) -> 
         good, bad = reply.answers
         assert isinstance(good, Embedding)
         assert isinstance(bad, InvalidMedia)
-        replica, name = good.reference.split(".")
+        replica, _, name = good.reference.partition(".")
         kept = await actor.fetch(name)
         assert replica == "one"
         assert kept
