@@ -19,7 +19,7 @@ from typing import Literal
 from actors.errors import Overloaded
 from actors.types import Cost, Work
 from router.policy.balance import Plan, ReplicaGroup
-from router.policy.ledger import TOLD_REPLICAS, Ledger, Reservation, by_cost
+from router.policy.ledger import Ledger, Reservation, by_cost, tells
 
 REPORT_PERIOD_SECONDS = 1.0
 REPORT_DELAY_SECONDS = 0.3
@@ -133,9 +133,9 @@ class Simulation:
         # Admits any number of patches; excludes nobody, because no replica dies.
         self.ledgers = [Ledger(2**62, 0, scenario.queue_seconds) for _ in self.plans]
         self.names = [str(replica) for replica in range(scenario.replicas)]
-        self.tells = not scenario.reports_alone and scenario.replicas <= TOLD_REPLICAS
         costs = [scenario.cost.times(slower) for slower in scenario.slower]
         self.costs = dict(zip(self.names, cycle(costs)))
+        self.tells = not scenario.reports_alone and tells(self.costs)
         self.queues: list[deque[SimulatedShard]] = [deque() for _ in self.names]
         self.devices = [SharedDevice() for _ in range(-(-scenario.replicas // scenario.sharing))]
         self.outcome = Outcome(

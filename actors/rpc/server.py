@@ -48,6 +48,7 @@ MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items)
 END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
 TELL_SECONDS = 0.001  # between items and the message of them to other routers: one for several
+LOAD = b""  # in a stream's outcomes
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME, ROWS_NAME = "replica.sock", "rows.sock"
@@ -183,7 +184,7 @@ class ReplicaServer:
         self._streams.add(stream)
         try:
             while (outcome := await stream.outcomes.get()) is not None:
-                await context.write(outcome)
+                await context.write(outcome or stream.load())
                 del outcome  # it may be large, and the next one may be long in coming
         finally:
             self._streams.discard(stream)
@@ -210,10 +211,9 @@ class ReplicaServer:
         for other in self._streams - {stream}:
             other.tell_soon()
 
-    @property
-    def load(self) -> Fields:
+    def load(self) -> pb.Load:
         patches, pairs = self._encoder.outstanding
-        return {"outstanding_patches": patches, "outstanding_pairs": pairs}
+        return pb.Load(outstanding_patches=patches, outstanding_pairs=pairs)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
         """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
@@ -261,10 +261,11 @@ class RouterStream:
 
     def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call]) -> None:
         self.outcomes: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Serialised. None: the stream ends."""
+        """Serialised. LOAD: what the replica has to do when this is sent. None: the stream ends."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._tell = False
-        self._telling: asyncio.TimerHandle | None = None
+        self._telling = False
+        """LOAD is in `outcomes`, or soon will be. Once: the router may not read."""
         self._server = server
         self._reader = asyncio.create_task(self._read(calls))
 
@@ -275,21 +276,20 @@ class RouterStream:
     def close(self) -> None:
         """Cancels what nobody waits for any more."""
         self._reader.cancel()
-        self._tell = False
         tasks, self.tasks = self.tasks, {}
         for task in tasks.values():
             task.cancel()
 
     def tell_soon(self) -> None:
         """Sends what this replica has to do then, if the router asked for it."""
-        if self._tell and self._telling is None:
+        if self._tell and not self._telling:
+            self._telling = True
             loop = asyncio.get_running_loop()
-            self._telling = loop.call_later(TELL_SECONDS, self._send_load)
+            loop.call_later(TELL_SECONDS, self.outcomes.put_nowait, LOAD)
 
-    def _send_load(self) -> None:
-        self._telling = None
-        if self._tell and self.outcomes.empty():  # otherwise the router does not read
-            self.outcomes.put_nowait(serialized(pb.Outcome(load=self._server.load)))
+    def load(self) -> bytes:
+        self._telling = False
+        return serialized(pb.Outcome(load=self._server.load()))
 
     async def _read(self, calls: AsyncIterator[pb.Call]) -> None:
         try:

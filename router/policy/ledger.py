@@ -21,6 +21,9 @@ TOLD_REPLICAS = 16
 """The largest fleet whose replicas tell each router at once of items that other routers sent, and
 when none are left. In larger ones that many messages gain nothing: routers that all know the same
 replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
+TOLD_PATCHES, TOLD_SECONDS = 4096, 0.004
+"""Replicas that encode an image of so many patches sooner do not tell: in a simulation with eight
+routers the news came too late to help, and thousands of messages a second cost a core."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
 WAITED_FRACTION = 0.25
@@ -315,6 +318,12 @@ class Ledger:
             return False
         sound = [replica for replica in self._accounts if not self.excluded(replica, now)]
         return 0 not in self.loads(sound, now).values()
+
+
+def tells(costs: Mapping[str, Cost | None]) -> bool:
+    """Whether a fleet of such replicas tells routers at once of each other's items."""
+    measured = (cost.seconds([TOLD_PATCHES]) for cost in costs.values() if cost)
+    return len(costs) <= TOLD_REPLICAS and min(measured, default=TOLD_SECONDS) >= TOLD_SECONDS
 
 
 def by_cost(

@@ -24,13 +24,14 @@ from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
 from actors.types import Dtype, Embedding, Media, Reply, SharedBytes, Work
 from router.metrics import RouterMetrics
-from router.policy.ledger import TOLD_REPLICAS
+from router.policy.ledger import tells
 from router.replicas.fleet import (
     PUBLISHED,
     PinnedReplicaUnavailable,
     Replica,
     ReplicaUnreachable,
     ShardLost,
+    costs,
     detached,
 )
 from router.replicas.liveness import Liveness
@@ -80,6 +81,7 @@ class ServeFleet:
         self._read: list[Mapping[str, Replica]] = []
         self._reports: dict[str, Replica] = {}
         self._near: frozenset[str] = frozenset()
+        self._tell = False
         self._node = node_id()
         self._connections: dict[str, tuple[ReplicaChannel, HandOver]] = {}
         self._confirming: dict[str, asyncio.Task[None]] = {}
@@ -105,6 +107,7 @@ class ServeFleet:
             self._read = published
             replicas = self.replicas()
             self._reports = dict(replicas)
+            self._tell = tells(costs(replicas))
             self._near = frozenset(name for name in replicas if self._where(name) == LOCAL)
             for gone in self._connections.keys() - replicas.keys():
                 channel, _ = self._connections.pop(gone)
@@ -146,9 +149,8 @@ class ServeFleet:
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
             origin, in_parts = ORIGIN.get(), early is not None
-            tell = len(self._reports) <= TOLD_REPLICAS
             call = EncodeCall(
-                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts, tell
+                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts, self._tell
             )
             request = message_fields(call)
             where = self._where(replica)  # before the call, which the replica may not outlive

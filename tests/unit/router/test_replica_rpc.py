@@ -265,6 +265,27 @@ def test_a_router_that_asks_hears_of_the_items_of_others(near: bool, ends_well: 
     run(test)
 
 
+def test_what_a_replica_has_to_do_is_told_after_answers_that_take_long_to_send() -> None:
+    """Not left out: the router would count items of others that are long done."""
+
+    async def test() -> None:
+        async with opened() as (encoder, server, channel):
+            told: asyncio.Queue[Work] = asyncio.Queue()
+            listener = ReplicaChannel(channel.endpoint, NODE, told.put_nowait)
+            await encode(listener, TELLING)
+            (stream,) = server._streams
+            for _ in range(2):
+                stream.send_early(0, {"error": {"message": LARGE_BYTES * "x"}})
+            encoder.outstanding = Work(5)
+            stream.tell_soon()
+            await asyncio.sleep(2 * rpc_server.TELL_SECONDS)
+            encoder.outstanding = Work(0)
+            assert await told.get() == Work(0)
+            listener.retire()
+
+    run(test)
+
+
 def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> None:
     async def test() -> None:
         async with opened(near) as (encoder, _, channel):

@@ -111,6 +111,11 @@ def test_routers_of_a_small_fleet_know_of_each_others_items(slower: tuple[int, .
     assert p99(simulate(flow)) < 1.2 * p99(simulate(replace(flow, known="everything")))
 
 
+def test_replicas_whose_items_end_before_the_news_of_them_comes_do_not_tell() -> None:
+    flow = steady(16, 2000, 0.7, routers=8, seed=1, cost=TAILED.times(0.1))
+    assert p99(simulate(flow)) < 1.5 * p99(simulate(replace(flow, known="everything")))
+
+
 def test_replicas_of_different_speed_are_balanced_by_seconds() -> None:
     """As well as if every replica's seconds were known exactly, and far better than by patches."""
     flow = steady(8, 1500, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, 4))
