@@ -55,6 +55,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	! git grep -nE '^(<<<<<<<|>>>>>>>) '  # left by a merge
 
 bench: setup
 	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)

@@ -188,9 +188,9 @@ class Pipeline:
 
     async def fetch(self, name: str) -> Kept | None:
         """What is kept under a name. Raises EmbeddingLost where its rows could not be written."""
-        kept = self.references.get(name, monotonic())
-        found = self.references.find(name, monotonic())
-        return await self._written(found, kept) if found and kept else None
+        if (found := self.references.find(name, monotonic())) is None:
+            return None
+        return await self._written(found, self.references.held(found).kept)
 
     async def _written(self, name: str, kept: Kept) -> Kept:
         """Once its rows are in shared memory."""

@@ -13,7 +13,7 @@ import weakref
 from contextlib import nullcontext
 from secrets import token_hex
 from threading import Lock
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -90,12 +90,11 @@ class RowMemory:
         return copy
 
 
-class OpenedMemory:
+class OpenedMemory(Protocol):
     """Memory of another process, in this one."""
 
     def copy(self, offset: int, out: Tensor) -> None:
         """Starts the copy of bytes into a contiguous tensor, on its device's current stream."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """No copy may be under way."""
@@ -124,6 +123,9 @@ class OpenedShared(OpenedMemory):
     def copy(self, offset: int, out: Tensor) -> None:
         rows = self.memory[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
         out.copy_(rows, non_blocking=True)
+
+    def close(self) -> None:
+        """It is unmapped with its last tensor."""
 
 
 class OpenedCuda(OpenedMemory):

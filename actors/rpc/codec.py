@@ -51,7 +51,7 @@ class EncodeCall:
     waiting_per_sent: float = 0
     early: bool = False
     tell: bool = False
-    """Not an argument: what the router hears of others' items."""
+    """No argument of it: RouterStream sends this router Load messages from now on."""
 
 
 def message_fields(value: Any) -> Any:

@@ -47,8 +47,8 @@ TOKEN_KEY, BEGUN_KEY = "token", "begun"
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
 END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
-TELL_SECONDS = 0.001  # between items and the message of them to other routers: one for several
-LOAD = b""  # in a stream's outcomes
+TELL_SECONDS = 0.001  # that a Load message waits, so that one serves for several shards
+LOAD = b""  # stands for a Load message in a stream's outcomes
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
 SOCKET_NAME, ROWS_NAME = "replica.sock", "rows.sock"
@@ -207,7 +207,7 @@ class ReplicaServer:
         return {kind: await self._works[kind](getattr(call, kind))}
 
     def _tell_others(self, stream: RouterStream) -> None:
-        """The router of this stream learns from answers what this replica has to do."""
+        """All routers but that of this stream, which learns it from its answer."""
         for other in self._streams - {stream}:
             other.tell_soon()
 

@@ -142,7 +142,7 @@ class References:
         self._equal: dict[str, dict[str, None]] = {}
         """Names by their first half, oldest first."""
         self._held_by_half: dict[str, list[str]] = {}
-        """Names that are held by their first half."""
+        """The name that is held by its first half, once for each hold."""
         self._holds: Counter[str] = Counter()
         self._released: set[str] = set()  # while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
@@ -189,23 +189,29 @@ class References:
         return name
 
     def find(self, name: str, now: float) -> str | None:
-        """The whole name of what a name, or the first half of one, stands for; None once its time
-        is over or it was evicted."""
+        """The whole name of what a name, or the first half of one, stands for, which counts as
+        fetched; None once its time is over or it was evicted."""
         self.expire(now)
         names = [name] if "." in name else reversed(self._equal.get(name, {}))
         there = (one for one in names if one in self._kept and one not in self._released)
-        return next(there, None)
+        if found := next(there, None):
+            self._kept.move_to_end(found)
+        return found
 
     def get(self, name: str, now: float) -> Kept | None:
         """The entry of a name or of the first half of one; None as `find`."""
-        if (found := self.find(name, now)) is None:
-            return None
-        self._kept.move_to_end(found)
-        return self._kept[found]
+        found = self.find(name, now)
+        return self._kept[found] if found else None
 
     def hold(self, name: str, now: float) -> Hold | None:
-        """As `get`; the entry and its block stay where they are until as many calls of `free`."""
-        if self.get(name, now) is None or (found := self.find(name, now)) is None:
+        """As `get`; the entry and its block stay where they are until as many calls of `free`.
+
+        All holds of a half are of one entry, even if that was released meanwhile: `free` could not
+        tell which of several is no longer read.
+        """
+        by_half = self._held_by_half.get(name)
+        found = by_half[0] if by_half else self.find(name, now)
+        if found is None:
             return None
         self._ends.pop(found, None)
         if found in self._blocks:
@@ -217,8 +223,8 @@ class References:
         return self.held(name)
 
     def held(self, name: str) -> Hold:
-        """Of a name, or the first half of one, that is held."""
-        found = self._held_by_half[name][-1] if name in self._held_by_half else name
+        """Of a whole name that is there, or of the first half of one that is held by it."""
+        found = self._held_by_half[name][0] if name in self._held_by_half else name
         return Hold(found, self._kept[found], self._blocks.get(found))
 
     def free(self, name: str, now: float) -> None:

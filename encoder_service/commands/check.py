@@ -297,13 +297,13 @@ def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Packages not installed here; a warning only, as this may not be a node of the cluster. And
-    options without effect, and settings that a checkpoint lacks."""
+    """Warnings: packages not installed here, which may not be a node of the cluster; options
+    without effect; settings that a checkpoint lacks."""
     folder = Path(service.model.id)
     if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         yield (
-            f"{folder} has no {' or '.join(PROCESSOR_FILES)}: the sizes of images are the family's "
-            "defaults, which may not be those that the checkpoint was trained with. Save the "
+            f"{folder} has no {' or '.join(PROCESSOR_FILES)}: items are preprocessed with the "
+            "family's defaults, with which the checkpoint may not have been trained. Save the "
             "processor too, or copy its files from the original checkpoint"
         )
     if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":

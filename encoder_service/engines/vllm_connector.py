@@ -150,7 +150,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         extra = vllm_config.ec_transfer_config
         self.ahead_bytes = extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES)
         hidden = vllm_config.model_config.get_inputs_embeds_size()
-        self.row_bytes = 8 * hidden  # with three deepstack features, until the first one is here
+        self.row_bytes = 2 * 4 * hidden
+        """Until the first embedding is here: bfloat16, with three deepstack features."""
         self.ahead: int | None = None
         """Bytes of all fetches in this step; None: not counted yet."""
         self.oldest = ""
@@ -254,10 +255,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def fits(self, request: Any, index: int, rows: Future[FetchedRows]) -> bool:
         """Whether there are as many rows as the prompt has room for; if not, the request fails."""
         try:
-            size_bytes = rows.result().size_bytes
-            found, room = rows.result().shape[0], request.get_num_encoder_embeds(index)
+            fetched, room = rows.result(), request.get_num_encoder_embeds(index)
+            found = fetched.shape[0]
             if found == room:
-                self.row_bytes = size_bytes // found
+                self.row_bytes = fetched.size_bytes // found
                 return True
             problem = f"{found} rows, the prompt has room for {room}"
         except Exception as error:  # no error may end vLLM's scheduler
@@ -279,8 +280,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         return failed
 
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether an embedding is here. vLLM asks after ensure_cache_available, for what is not in
-        its encoder cache: without rows, it would end."""
+        """Whether an embedding is here, or was in vLLM's encoder cache. vLLM asks after
+        ensure_cache_available, for what its encoder cache lacks, and would end without rows."""
         return identifier in self.cached or self.fetched(identifier) is not None
 
     def fetched(self, name: str) -> FetchedRows | None:

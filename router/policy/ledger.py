@@ -22,8 +22,8 @@ TOLD_REPLICAS = 16
 when none are left. In larger ones that many messages gain nothing: routers that all know the same
 replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
 TOLD_PATCHES, TOLD_SECONDS = 4096, 0.004
-"""Replicas that encode an image of so many patches sooner do not tell: in a simulation with eight
-routers the news came too late to help, and thousands of messages a second cost a core."""
+"""Replicas that encode an image of so many patches in less time do not tell: in simulations the
+news comes too late to help (BENCHMARKS.md, Balance)."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
 """The least and the most that a refused caller is told to wait."""
 WAITED_FRACTION = 0.25

@@ -260,15 +260,31 @@ def test_what_is_held_by_the_first_half_of_its_name_stays() -> None:
     (half,) = halves(first)
     one = store.hold(half, 1)
     second = store.keep(kept(1), 2)
-    two = store.hold(half, 3)
-    assert [hold and hold.name for hold in (one, two)] == [first, second]
+    store.hold(second, 2)
+    assert store.hold(half, 3) == one, "the same, or `free` could not tell which is still read"
     with pytest.raises(Overloaded):
         store.keep(kept(2), 4)
     assert store.release(first)
     assert store.release(second)
     assert store.get(half, 5) is None
-    assert store.held(half).kept is not None, "it is read"
-    for _ in range(2):
-        store.free(half, 6)
+    assert store.held(half) == one, "it is read"
+    store.free(second, 6)
+    store.free(half, 6)
+    assert store.bytes == ENTRY_BYTES
+    store.free(half, 6)
     assert store.bytes == 0
     assert store.hold(half, 7) is None
+
+
+def test_a_reader_that_ends_takes_nothing_from_another_one() -> None:
+    store, _ = references(2 * ENTRY_BYTES)
+    (half,) = halves(store.keep(kept(1), 0))
+    store.hold(half, 1)
+    store.keep(kept(1), 2)  # equal, and kept anew
+    reading = store.hold(half, 3)
+    assert reading
+    store.free(half, 4)  # the first reader's
+    store.keep(kept(2), 5)
+    assert store.find(reading.name, 6) == reading.name
+    store.release(reading.name)
+    assert store.held(half) == reading
