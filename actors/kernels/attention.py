@@ -20,7 +20,7 @@ from actors.kernels import Shapes as Shapes
 from actors.kernels import Values as Values
 from actors.kernels.hopper.attention import HopperAttention, kernels_for
 
-HEAD_SIZES = (64, 72, 80, 88, 96, 112, 128)
+HEAD_SIZES = tuple(range(64, 129, 8))
 SHORT_ROWS = 64
 LONG_ROWS = 128
 LONG_PATCHES = 1024  # up to here budgets use short tiles, so that there are enough for all SMs

@@ -71,7 +71,7 @@ def frames_error(model: ModelSpec, device: Device) -> float:
         poison(graphs)
         plans = [item.plan for item in pack]
         rows, exact = (
-            finished(one.tower.postprocess([one.run(which, pack)], plans))
+            finished(one.tower.postprocess([finished(one.run(which, pack))], plans))
             for one, which in ((graphs, budget), (eager, None))
         )
         assert bool(rows.isfinite().all())

@@ -47,7 +47,11 @@ def worst_error(preset: str, device: Device, budgets: tuple[int, ...]) -> float:
         for items in (pack, pack[:1], pack[1:2], [pack[0], pack[2]]):
             poison(graphs)
             rows, exact = (
-                finished(one.tower.postprocess([one.run(which, items)], [i.plan for i in items]))
+                finished(
+                    one.tower.postprocess(
+                        [finished(one.run(which, items))], [i.plan for i in items]
+                    )
+                )
                 for one, which in ((graphs, budget), (eager, None))
             )
             assert bool(rows.isfinite().all()), budget
