@@ -70,6 +70,11 @@ class KeptRows:
             answer.cancel()
             raise late() from None
 
+    def release(self, name: str) -> None:
+        assert self.loop
+        with suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self.pipeline.references.release, name)
+
     def _begin(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         assert self.loop
         return asyncio.run_coroutine_threadsafe(call, self.loop)

@@ -78,7 +78,6 @@ class Ingress:
         """Called by Serve once, after the constructor."""
         app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
         embeddings.add(app, self.service)
-        http.add_place(app, self.service, self.router.rows_place)
         if self.chat:
             chat_http.add(app, self.service, self.chat)
         return app
@@ -125,6 +124,7 @@ class RouterBackend:
         self.own = own
         self.check_room = router.check_room
         self.release = router.release
+        self.place = router.rows_place
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False

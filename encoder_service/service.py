@@ -13,6 +13,7 @@ from typing import Protocol
 
 from actors.engine.budgets import model_capacity
 from actors.errors import InvalidOption, ServiceError
+from actors.rows.protocol import RowsPlace
 from actors.spec.model_spec import ModelSpec
 from actors.store.kept import Kept
 from actors.telemetry.tracing import open_spans
@@ -65,6 +66,9 @@ class Backend(Protocol):
         """What is kept under an id, its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None: ...
+
+    def place(self, reference: str) -> RowsPlace:
+        """Where the replica that keeps an id serves its rows. Raises NotFound."""
 
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""

@@ -2,10 +2,13 @@
 
     request   one byte each of version and verb, then the 32 characters of an id after its "."
     answer    4 bytes, the length of what follows: JSON, either fields or {"error": a sentence}
-    rows      after the answer to READ, as many bytes as it says
+    rows      after the answer to READ or TAKE, as many bytes as it says
 
 HOLD keeps what the id stands for from being evicted and its memory from being used again until
 FREE, or until the connection ends. It ends when nothing is received for HOLD_SECONDS.
+
+TAKE, followed by the 32 characters after the second ".", is all there is to do with an id that was
+made for one reader: it is released once its rows were sent.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ from typing import Any, Literal
 
 VERSION = 1
 """Raised when older and newer processes would misunderstand each other."""
-HOLD, READ, FREE, PING = b"h", b"r", b"f", b"p"
-NAME_BYTES = 32  # store.kept.ID_BYTES, in base64
+HOLD, READ, FREE, PING, TAKE = b"h", b"r", b"f", b"p", b"t"
+NAME_BYTES = 32  # store.kept.ID_BYTES, in base64: of each half of a name
 NO_NAME = "-" * NAME_BYTES
 REQUEST_BYTES = 2 + NAME_BYTES
 LENGTH_BYTES = 4

@@ -16,6 +16,7 @@ from actors.rows.protocol import (
     NO_NAME,
     PING,
     READ,
+    TAKE,
     VERSION,
     HeldRows,
     RowsPlace,
@@ -96,6 +97,11 @@ class RowsReader:
         """Receives the bytes of rows that are held into memory of their size."""
         self._call(READ, name, target)
 
+    def take(self, name: str, target: memoryview) -> None:
+        """Receives the rows of a name, both halves of it, and releases it. A target of another size
+        loses the connection."""
+        self._call(TAKE, name, target)
+
     def free(self, name: str) -> None:
         self._call(FREE, name)
 
@@ -110,13 +116,15 @@ class RowsReader:
         self._channel.close()
 
     def _call(self, verb: bytes, name: str, target: memoryview | None = None) -> dict[str, Any]:
-        if len(name) != NAME_BYTES or not name.isascii():
+        halves = name.split(".")
+        valid = name.isascii() and all(len(half) == NAME_BYTES for half in halves)
+        if not valid or len(halves) != (2 if verb == TAKE else 1):
             raise RowsRefused("this is no id of an embedding")
         with self._lock:
             if self._closed:
                 raise ConnectionError("the connection to the replica was lost")
             try:
-                send(self._channel, memoryview(bytes([VERSION]) + verb + name.encode()))
+                send(self._channel, memoryview(bytes([VERSION]) + verb + "".join(halves).encode()))
                 fields = receive_answer(self._channel)
                 if "error" not in fields and target is not None:
                     if fields.get("size_bytes") != len(target):

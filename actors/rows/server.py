@@ -21,9 +21,11 @@ from actors.rows.protocol import (
     FREE,
     HOLD,
     HOLD_SECONDS,
+    NAME_BYTES,
     PING,
     READ,
     REQUEST_BYTES,
+    TAKE,
     VERSION,
     HeldRows,
     RowsPlace,
@@ -53,6 +55,9 @@ class RowStore(Protocol):
     def rows(self, name: str) -> memoryview:
         """The bytes of rows that are held."""
 
+    def release(self, name: str) -> None:
+        """Drops a whole name, once it is no longer held."""
+
 
 class RowsConnection:
     """One reader."""
@@ -64,9 +69,16 @@ class RowsConnection:
         self.held: Counter[str] = Counter()
         limited(channel, HOLD_SECONDS if self.known else STRANGER_SECONDS, SEND_SECONDS)
 
-    def request(self) -> bytes:
-        """The next request; anything shorter when the connection ends or is too slow."""
-        return self.channel.recv(REQUEST_BYTES, socket.MSG_WAITALL)
+    def request(self) -> tuple[bytes, str] | None:
+        """Verb and name of the next request. None: the connection ends, is too slow, or speaks
+        something else."""
+        found = self.channel.recv(REQUEST_BYTES, socket.MSG_WAITALL)
+        if len(found) < REQUEST_BYTES or found[0] != VERSION:
+            return None
+        verb, name = found[1:2], found[2:]
+        if verb == TAKE:
+            name += b"." + self.channel.recv(NAME_BYTES, socket.MSG_WAITALL)
+        return verb, name.decode("ascii")
 
     def admit(self) -> None:
         if not self.known:
@@ -165,8 +177,8 @@ class RowsServer:
 
     def _serve(self, connection: RowsConnection) -> None:
         try:
-            while len(request := connection.request()) == REQUEST_BYTES and request[0] == VERSION:
-                self._answer(connection, request[1:2], request[2:].decode("ascii"))
+            while request := connection.request():
+                self._answer(connection, *request)
         except (OSError, ValueError):  # it is gone, too slow, or speaks something else
             pass
         except Exception:
@@ -194,12 +206,17 @@ class RowsServer:
                 fields = {"size_bytes": len(rows)}
             elif verb == FREE and name in connection.held:
                 self._free(connection, name)
+            elif verb == TAKE:
+                fields, rows = self._taken(connection, name)
             elif verb != PING:
                 fields = {"error": "this connection does not hold that id"}
         except ServiceError as error:
             fields = {"error": error.message}
         send(connection.channel, memoryview(answer(fields)))
         send(connection.channel, rows)
+        if verb == TAKE and "error" not in fields:
+            self._store.release(name)
+            self._free(connection, name)
         with self._changed:  # once it has its answer: `stop` ends those that hold nothing
             self._changed.notify_all()
 
@@ -211,6 +228,17 @@ class RowsServer:
         connection.admit()
         # Whoever opens a memory sees all of it: only for processes of this user, on this machine.
         return asdict(found if connection.local else replace(found, memory=None))
+
+    def _taken(self, connection: RowsConnection, name: str) -> tuple[dict[str, Any], memoryview]:
+        fields = self._held(connection, name)
+        if "error" in fields:
+            return fields, memoryview(b"")
+        try:
+            rows = self._store.rows(name)
+        except ServiceError:
+            self._free(connection, name)
+            raise
+        return {"size_bytes": len(rows)}, rows
 
     def _free(self, connection: RowsConnection, name: str) -> None:
         connection.held[name] -= 1

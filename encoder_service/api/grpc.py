@@ -7,6 +7,7 @@ import json
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict
 from hashlib import sha256
 from pathlib import Path
 from secrets import token_hex
@@ -206,6 +207,13 @@ class EncoderCalls:
             with self.counted():
                 document = await self.service.fetch(request.reference, exchange.request_id)
                 await self.send(document["items"][0], context, most_bytes)
+
+    async def GetPlace(
+        self, request: pb.GetPlaceRequest, context: grpc.aio.ServicerContext
+    ) -> pb.GetPlaceResponse:
+        async with answering(self.service, None, context):
+            place = self.service.backend.place(request.reference)
+        return pb.GetPlaceResponse(**asdict(place))
 
     async def Release(
         self, request: pb.ReleaseRequest, context: grpc.aio.ServicerContext

@@ -18,7 +18,6 @@ from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddle
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
-from actors.rows.protocol import RowsPlace
 from encoder_service.api import schema
 from encoder_service.api.errors import Envelope, http_exception
 from encoder_service.api.upload import check_length, read
@@ -140,6 +139,13 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         service.authorize(*request.headers.getlist("authorization"))
         await service.release(reference)
 
+    @app.get(PLACE_PATH, responses=schema.MISSING)
+    async def place(request: Request, reference: str) -> schema.PlaceDocument:
+        """Where the replica that keeps an id serves its rows, for callers inside the cluster's
+        network. Does not say whether the id is kept."""
+        service.authorize(*request.headers.getlist("authorization"))
+        return schema.PlaceDocument(**asdict(service.backend.place(reference)))
+
     @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets and limits, versions."""
@@ -179,17 +185,6 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     schema.describe(app, closed=service.tokens.required)
     return app
-
-
-def add_place(app: FastAPI, service: Service, rows_place: Callable[[str], RowsPlace]) -> None:
-    """Where encoders serve rows themselves. `rows_place`: Router.rows_place."""
-
-    @app.get(PLACE_PATH, responses=schema.MISSING)
-    async def place(request: Request, reference: str) -> schema.PlaceDocument:
-        """Where the replica that keeps an id serves its rows, for language models inside the
-        cluster's network. Does not say whether the id is kept."""
-        service.authorize(*request.headers.getlist("authorization"))
-        return schema.PlaceDocument(**asdict(rows_place(reference)))
 
 
 def default_of(request: Request) -> str:

@@ -26,6 +26,7 @@ from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
 from encoder_service.bench.mix import Protocol, Shape, requests
+from encoder_service.client.direct import DirectRows
 from encoder_service.client.grpc_transport import GrpcTransport
 from encoder_service.client.items import ServiceError
 from encoder_service.client.transports import Transport, connect
@@ -101,6 +102,8 @@ def over_wire(transport: Transport, protocol: Protocol, dtype: Dtype) -> Encode:
     call = transport.encode
     if protocol == "grpc" and isinstance(transport, GrpcTransport):
         call = transport.encode_at_once
+    if protocol in ("direct", "grpc_direct"):
+        call = DirectRows(transport).encode
 
     async def encode(images: list[bytes]) -> tuple[float, int]:
         items = [RequestItem("image", image, None) for image in images]

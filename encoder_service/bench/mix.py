@@ -18,9 +18,19 @@ from PIL import Image
 
 from router.simulate import drawn
 
-Protocol = Literal["http", "grpc", "grpc_stream", "reference", "grpc_reference", "handle"]
-"""grpc: a response is one message; reference: embeddings stay in shared memory and ids come back;
-handle: from inside Ray, as a language model calls, where embeddings always stay there."""
+Protocol = Literal[
+    "http",
+    "direct",
+    "grpc",
+    "grpc_stream",
+    "grpc_direct",
+    "reference",
+    "grpc_reference",
+    "handle",
+]
+"""direct and grpc_direct: rows come from the encoders' own ports; grpc: a response is one message;
+reference: embeddings stay in shared memory and ids come back; handle: from inside Ray, as a
+language model calls, where embeddings always stay there."""
 
 VARIANTS = 8
 """Different pictures in total, or one of each size if there are more sizes."""

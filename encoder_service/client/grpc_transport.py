@@ -78,6 +78,10 @@ class GrpcTransport:
         with self.least_busy() as rows:
             return await self.collect(rows.Fetch(request, **self.streamed))
 
+    async def place(self, reference: str) -> Document:
+        request = pb.GetPlaceRequest(reference=reference)
+        return document_of(await self.call(self.stub.GetPlace, request))
+
     async def release(self, reference: str) -> None:
         await self.call(self.stub.Release, pb.ReleaseRequest(reference=reference))
 

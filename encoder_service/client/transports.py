@@ -92,7 +92,7 @@ class HttpTransport:
         return await self.document("GET", path_of(reference))
 
     async def place(self, reference: str) -> Document:
-        """Where the rows of an id are served, for connectors: see actors/rows."""
+        """Where the rows of an id are served: see actors/rows."""
         return await self.document("GET", path_of(reference) + "/place", accept=JSON)
 
     async def release(self, reference: str) -> None:

@@ -96,9 +96,10 @@ def add_serve(kinds: Any) -> None:
         "--protocol",
         type=one_or_several(get_args(Protocol), "protocols"),
         default="http",
-        help="one or several of http, grpc (a response is one message), grpc_stream, reference and "
-        "grpc_reference (embeddings stay in shared memory and ids come back) and handle (from "
-        "inside Ray), separated by commas",
+        help="one or several of http, grpc (a response is one message), grpc_stream, direct and "
+        "grpc_direct (rows come from the encoders' own ports), reference and grpc_reference "
+        "(embeddings stay in shared memory and ids come back) and handle (from inside Ray), "
+        "separated by commas",
     )
     parser.add_argument(
         "--dtype", default="bfloat16", choices=get_args(Dtype), help="of the embeddings"

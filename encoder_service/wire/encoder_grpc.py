@@ -37,6 +37,7 @@ class EncoderStub:
     EncodeStream: Any
     Plan: Any
     Fetch: Any
+    GetPlace: Any
     Release: Any
     GetModel: Any
 

@@ -66,6 +66,22 @@ class FetchRequest(_message.Message):
     reference: str
     def __init__(self, reference: _Optional[str] = ...) -> None: ...
 
+class GetPlaceRequest(_message.Message):
+    __slots__ = ("reference",)
+    REFERENCE_FIELD_NUMBER: _ClassVar[int]
+    reference: str
+    def __init__(self, reference: _Optional[str] = ...) -> None: ...
+
+class GetPlaceResponse(_message.Message):
+    __slots__ = ("unix", "tcp", "version")
+    UNIX_FIELD_NUMBER: _ClassVar[int]
+    TCP_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    unix: str
+    tcp: str
+    version: int
+    def __init__(self, unix: _Optional[str] = ..., tcp: _Optional[str] = ..., version: _Optional[int] = ...) -> None: ...
+
 class ReleaseRequest(_message.Message):
     __slots__ = ("reference",)
     REFERENCE_FIELD_NUMBER: _ClassVar[int]

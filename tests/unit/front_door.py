@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from actors.errors import Overloaded
 from actors.families.registry import read
 from actors.options import ModelOptions
+from actors.rows.protocol import RowsPlace
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Embedding, Media, Timings
 from encoder_service.api.http import build
@@ -67,6 +68,9 @@ class Fleet:
         raise unknown(reference)
 
     async def release(self, reference: str) -> None:
+        raise unknown(reference)
+
+    def place(self, reference: str) -> RowsPlace:
         raise unknown(reference)
 
     async def ready_replicas(self) -> int:

@@ -20,13 +20,13 @@ import ray
 
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader, RowsRefused
-from encoder_service import cli
+from encoder_service import Client, cli
 from encoder_service.wire.formats import NPZ, SAFETENSORS, to_array
 from tests.images import encoded, jpeg, opened
 from tests.processes import actors
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import BEARER, MAX_BODY_BYTES, MAX_ITEMS, TOKEN, WIDTH
+from tests.serve.tiny import BEARER, GRPC_PORT, MAX_BODY_BYTES, MAX_ITEMS, TOKEN, WIDTH
 
 JSON = {"accept": "application/json"}
 
@@ -397,3 +397,18 @@ def test_references_ask_for_the_token(client: httpx.Client) -> None:
     assert error(client.get(f"{path}/place", headers={"authorization": ""}), 401)
     assert error(client.get(path, headers={"authorization": ""}), 401)
     assert error(client.delete(path, headers={"authorization": ""}), 401)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+def test_rows_come_from_the_encoders_themselves(cluster: Cluster, protocol: str) -> None:
+    url = cluster.http if protocol == "http" else f"grpc://127.0.0.1:{GRPC_PORT}"
+    files = [jpeg(32 * side, 64) for side in range(2, 2 + MAX_ITEMS)]
+    with Client(url, TOKEN) as plain, Client(url, TOKEN, direct=True) as direct:
+        expected, found = plain.encode(files), direct.encode(files)
+        assert direct.client.direct
+        assert not direct.client.direct.avoided
+        kept = [one.reference for one in found]
+    assert kept == [""] * MAX_ITEMS
+    for one, other in zip(found, expected, strict=True):
+        assert (one.shape, one.dtype, one.digest) == (other.shape, other.dtype, other.digest)
+        assert bytes(one.data) == bytes(other.data)

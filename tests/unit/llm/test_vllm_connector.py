@@ -30,7 +30,7 @@ from actors.rows.server import RowsServer
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Media
 from actors.types import Embedding as Encoded
-from encoder_service.api.http import add_place, build
+from encoder_service.api.http import build
 from encoder_service.client import Client, Embedding
 from encoder_service.engines import vllm_rows, vllm_stats
 from encoder_service.engines.vllm_rows import RowsAt
@@ -59,6 +59,10 @@ class Keeping(Distinct):
         super().__init__()
         self.store = Dictionary(memory, deepstack=2)
         self.kept: dict[str, Kept] = {}
+        self.at = RowsPlace("", "")
+
+    def place(self, reference: str) -> RowsPlace:
+        return self.at
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, **options: Any
@@ -99,19 +103,16 @@ class Encoders:
         self.store = self.fleet.store
         self.folder = folder
         self.stack = ExitStack()
-        self.place = RowsPlace("", "")
         self.server: RowsServer | None = None
         self.begin("rows")
         app = service(self.fleet)
-        built = build(app)
-        add_place(built, app, lambda reference: self.place)
-        self.url = self.stack.enter_context(in_a_thread(built))
+        self.url = self.stack.enter_context(in_a_thread(build(app)))
 
     def begin(self, name: str) -> None:
         """Starts the replica's rows server, again if it has died."""
         (self.folder / name).mkdir()
         served = serving(self.store, self.folder / name)
-        self.server, self.place = self.stack.enter_context(served)
+        self.server, self.fleet.at = self.stack.enter_context(served)
 
 
 @pytest.fixture
@@ -587,7 +588,7 @@ def test_bytes_are_received_into_memory_that_the_workers_share(
     halves: Halves, encoders: Encoders
 ) -> None:
     encoders.store.memory = None
-    encoders.place = replace(encoders.place, unix="/nowhere")
+    encoders.fleet.at = replace(encoders.fleet.at, unix="/nowhere")
     scheduler, *workers = (*halves(encoders.url, workers=2), halves(encoders.url, rank=1)[1])
     (kept,), (rows,) = keep(encoders.url)
     request = Request("r", [kept.reference], kept.tokens)
@@ -918,7 +919,7 @@ def test_a_replica_that_hangs_is_avoided_and_holds_up_no_other(
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "hangs"))
         listener.listen()
-        encoders.place = RowsPlace(str(tmp_path / "hangs"), "")
+        encoders.fleet.at = RowsPlace(str(tmp_path / "hangs"), "")
         scheduler.source.readers["replica"].close()
         for seconds in (5.0, 0.25):
             began = time.monotonic()
@@ -937,9 +938,9 @@ def test_pings_do_not_wait_for_a_replica_that_hangs(
     with closing(socket.socket(socket.AF_UNIX)) as listener:
         listener.bind(str(tmp_path / "hangs"))
         listener.listen()
-        there, encoders.place = encoders.place, RowsPlace(str(tmp_path / "hangs"), "")
+        there, encoders.fleet.at = encoders.fleet.at, RowsPlace(str(tmp_path / "hangs"), "")
         assert scheduler.source._reader("hangs", "hangs.x")
-        encoders.place = there
+        encoders.fleet.at = there
         for _ in range(2):
             answered(scheduler, worker, kept=kept)
         request = Request("r", [kept.reference], kept.tokens)

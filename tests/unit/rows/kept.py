@@ -58,6 +58,9 @@ class Dictionary:
             raise EmbeddingLost("the rows were not written")
         return self.tensors[name].view(torch.uint8).flatten().numpy().data
 
+    def release(self, name: str) -> None:
+        del self.tensors[name]
+
     @property
     def held(self) -> int:
         return self.holds.total()

@@ -392,3 +392,27 @@ def test_ports_are_tried_in_order(store: Dictionary, tmp_path: Path) -> None:
         place = running.start(tmp_path / "rows.sock", "127.0.0.1", port)
         assert port < int(place.tcp.split(":")[1]) < port + server.PORTS
         running.stop()
+
+
+def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
+    mine, others = "a" * 32 + "." + "b" * 32, "a" * 32 + "." + "c" * 32
+    store.tensors |= {mine: ROWS, others: ROWS}
+    reader = reader_of(place)
+    target = torch.zeros_like(ROWS)
+    memory = target.view(torch.uint8).flatten().numpy().data
+    for refused in ("a" * 32, "a" * 32 + "." + "d" * 32, mine + ".e", "a.b"):
+        with pytest.raises(RowsRefused):
+            reader.take(refused, memory)
+    store.lost.add(others)
+    with pytest.raises(RowsRefused, match="not written"):
+        reader.take(others, memory)
+    assert store.held == 0
+    reader.take(mine, memory)
+    assert torch.equal(target.view(torch.int16), ROWS.view(torch.int16))
+    reader.ping()  # the server has gone on
+    assert store.tensors.keys() == {others}
+    assert store.held == 0
+    store.lost.clear()
+    with pytest.raises(ConnectionError):  # it sends as many bytes as there are
+        reader.take(others, memory[1:])
+    until(lambda: store.held == 0)

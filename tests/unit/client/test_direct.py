@@ -1,0 +1,161 @@
+"""Clients whose rows come from the encoders' own sockets: real front door, real server of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from secrets import token_urlsafe
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from actors.pipeline import NO_BYTES
+from actors.rows.memory import RowMemory
+from actors.rows.protocol import RowsPlace
+from actors.store.kept import Kept
+from actors.types import Answer, Dtype, Embedding, Media
+from encoder_service.api.http import build
+from encoder_service.client import Client, ServiceError
+from encoder_service.client import direct as module
+from router.replicas.serve_fleet import unknown
+from tests.images import jpeg
+from tests.unit.front_door import Fleet, service
+from tests.unit.proxied import in_a_thread
+from tests.unit.rows.kept import Dictionary, serving
+
+IMAGES = [jpeg(96, 64), jpeg(64, 96), jpeg(128, 128)]
+
+
+class Keeping(Fleet):
+    """One replica, whose embeddings hold random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = Dictionary(RowMemory.shared(2**20))
+        self.kept: dict[str, Kept] = {}
+        self.at = RowsPlace("", "")
+        self.by_value = self.places = self.fetched = 0
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
+    ) -> list[Answer]:
+        answers = await super().encode(media, dtype, timeout_seconds, reference=reference)
+        self.by_value += not reference
+        return [
+            self.keep(one, answer) if reference and isinstance(answer, Embedding) else answer
+            for one, answer in zip(media, answers, strict=True)
+        ]
+
+    def keep(self, media: Media, answer: Embedding) -> Embedding:
+        rows = torch.randn(answer.shape, dtype=torch.bfloat16)
+        name = f"{token_urlsafe(24)}.{token_urlsafe(24)}"
+        self.store.tensors[name] = rows
+        data = rows.view(torch.uint8).flatten().numpy()
+        self.kept[f"replica.{name}"] = Kept(media, replace(answer, data=data))
+        return replace(answer, data=NO_BYTES, reference=f"replica.{name}")
+
+    async def fetch(self, reference: str) -> Kept:
+        self.fetched += 1
+        if reference not in self.kept:
+            raise unknown(reference)
+        return self.kept[reference]
+
+    def place(self, reference: str) -> RowsPlace:
+        self.places += 1
+        return self.at
+
+
+class Served:
+    def __init__(self, folder: Path) -> None:
+        self.fleet = Keeping()
+        self.stack = ExitStack()
+        self.server, self.fleet.at = self.stack.enter_context(serving(self.fleet.store, folder))
+        self.url = self.stack.enter_context(in_a_thread(build(service(self.fleet))))
+
+    def rows(self) -> list[np.ndarray[Any, Any]]:
+        return [np.asarray(one.embedding.data) for one in self.fleet.kept.values()]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    found = Served(tmp_path)
+    with found.stack:
+        yield found
+
+
+def encoded(client: Client) -> list[np.ndarray[Any, Any]]:
+    found = client.encode(IMAGES)
+    assert [one.reference for one in found] == ["", "", ""]
+    return [np.frombuffer(one.data, np.uint8) for one in found]
+
+
+def test_rows_come_from_the_replica_and_are_released_there(served: Served) -> None:
+    with Client(served.url, direct=True) as client:
+        for _ in range(3):
+            for one, kept in zip(encoded(client), served.rows(), strict=True):
+                np.testing.assert_array_equal(one, kept)
+            served.fleet.kept.clear()
+    assert not served.fleet.store.tensors
+    assert served.fleet.store.held == 0
+    assert (served.fleet.places, served.fleet.fetched, served.fleet.by_value) == (1, 0, 0)
+
+
+def test_ids_and_scales_come_from_the_front_door(served: Served) -> None:
+    with Client(served.url, direct=True) as client:
+        (kept,) = client.encode(IMAGES[:1], reference=True)
+        assert kept.reference
+        client.encode(IMAGES[:1], dtype="float8_e4m3")
+    assert (served.fleet.places, served.fleet.by_value) == (0, 1)
+
+
+@pytest.mark.parametrize("at", [RowsPlace("/nowhere", ""), RowsPlace("/nowhere", "127.0.0.1:1")])
+def test_a_replica_that_cannot_be_reached(served: Served, at: RowsPlace) -> None:
+    """Rows come through the front door by id, and after that as without `direct`, for a minute."""
+    served.fleet.at = at
+    with Client(served.url, direct=True) as client:
+        for one, kept in zip(encoded(client), served.rows(), strict=True):
+            np.testing.assert_array_equal(one, kept)
+        assert (served.fleet.fetched, served.fleet.by_value) == (3, 0)
+        encoded(client)
+    assert (served.fleet.fetched, served.fleet.by_value) == (3, 1)
+
+
+def test_a_replica_that_dies(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was lost with it is encoded again. Another server in its place is found."""
+    monkeypatch.setattr(module, "AVOIDED_SECONDS", 0.0)
+    with Client(served.url, direct=True) as client:
+        encoded(client)
+        served.server.stop()
+        served.fleet.kept.clear()
+        for one, kept in zip(encoded(client), served.rows(), strict=True):
+            np.testing.assert_array_equal(one, kept)
+        assert served.fleet.fetched == 3
+        (tmp_path / "again").mkdir()
+        _, served.fleet.at = served.stack.enter_context(
+            serving(served.fleet.store, tmp_path / "again")
+        )
+        served.fleet.kept.clear()
+        encoded(client)
+    assert served.fleet.fetched == 3
+
+
+def test_rows_that_are_gone_are_an_error_that_may_be_retried(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forget(media: Media, answer: Embedding) -> Embedding:
+        found = Keeping.keep(served.fleet, media, answer)
+        served.fleet.kept.clear()
+        served.fleet.store.tensors.clear()
+        return found
+
+    monkeypatch.setattr(served.fleet, "keep", forget)
+    with Client(served.url, retries=0, direct=True) as client:
+        with pytest.raises(ServiceError, match="was lost") as raised:
+            client.encode(IMAGES)
+        assert raised.value.retryable
