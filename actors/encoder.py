@@ -29,7 +29,7 @@ from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans
-from actors.types import Dtype, Media, Reply, Work
+from actors.types import Bytes, Dtype, Media, Reply, Work
 
 log = logging.getLogger("ray.serve")
 
@@ -70,10 +70,23 @@ class KeptRows:
             answer.cancel()
             raise late() from None
 
-    def release(self, name: str) -> None:
+    def take(self, name: str) -> memoryview | None:
+        def drop_late(done: Future[Bytes | None]) -> None:
+            if not done.exception() and done.result() is not None:
+                self.drop(name)
+
+        answer = self._begin(self.pipeline.take(name))
+        try:
+            found = answer.result(KEPT_ROWS_SECONDS)
+        except TimeoutError:
+            answer.add_done_callback(drop_late)
+            raise late() from None
+        return None if found is None else found.data
+
+    def drop(self, name: str) -> None:
         assert self.loop
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.pipeline.references.release, name)
+            self.loop.call_soon_threadsafe(self.pipeline.drop, name)
 
     def _begin(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         assert self.loop

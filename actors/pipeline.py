@@ -48,8 +48,8 @@ from actors.store.kept import (
 )
 from actors.store.nixl import DeviceMemory
 from actors.store.shared_cache import SharedCache, open_store
-from actors.store.shared_memory import INLINE_BYTES, here
-from actors.store.writer import RowBatch, RowWriter, converted
+from actors.store.shared_memory import INLINE_BYTES, arrays
+from actors.store.writer import RowBatch, RowWriter, as_bytes, converted
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
 from actors.types import (
@@ -221,9 +221,34 @@ class Pipeline:
     async def rows(self, name: str) -> Bytes:
         """The bytes of rows that are held. Raises EmbeddingLost."""
         held = self.references.held(name)
-        kept = await self._written(held.name, held.kept)
-        found: Any = (await here(kept.embedding)).data
-        return np.asarray(found)
+        data = held.kept.embedding.data
+        if not isinstance(data, SharedBytes):
+            return np.asarray(data)
+        if isinstance(data.object_ref, PendingWrite) and data.object_ref.rows is not None:
+            return data.object_ref.rows
+        written = (await self._written(held.name, held.kept)).embedding.data
+        if not isinstance(written, SharedBytes):
+            return np.asarray(written)
+        opened = self.references.opened
+        if data.object_ref not in opened:
+            opened[data.object_ref] = await arrays(written)
+        return opened[data.object_ref][written.place]
+
+    async def take(self, name: str) -> Bytes | None:
+        """The bytes under a whole name, which is held until `drop`; None: unknown. Raises
+        EmbeddingLost."""
+        if "." not in name or self.references.hold(name, monotonic()) is None:
+            return None
+        try:
+            return await self.rows(name)
+        except BaseException:
+            self.free(name)
+            raise
+
+    def drop(self, name: str) -> None:
+        """Ends the hold of `take`, and releases the name."""
+        self.references.release(name)
+        self.free(name)
 
     def close(self) -> None:
         """Items in the engine are still answered; items that are not decoded yet are refused."""
@@ -304,7 +329,14 @@ class Pipeline:
     def _pending(
         self, item: Item, dtype: Dtype, write: Coroutine[Any, Any, Embedding]
     ) -> Embedding:
-        pending = PendingWrite(asyncio.create_task(write))
+        rows, task = rows_of(item), asyncio.create_task(write)
+        there = not rows.is_cuda and dtype == self.writer.spec.dtype
+        pending = PendingWrite(task, as_bytes(rows, dtype)[0] if there else None)
+
+        def written(_: asyncio.Task[Embedding]) -> None:
+            pending.rows = None
+
+        task.add_done_callback(written)
         data = SharedBytes(pending, self._size_bytes(item.plan, dtype))
         return self.writer.embedding(item, data, dtype, item.plan.tokens)
 

@@ -55,8 +55,11 @@ class RowStore(Protocol):
     def rows(self, name: str) -> memoryview:
         """The bytes of rows that are held."""
 
-    def release(self, name: str) -> None:
-        """Drops a whole name, once it is no longer held."""
+    def take(self, name: str) -> memoryview | None:
+        """The bytes under a whole name, which are held until `drop`. None: unknown."""
+
+    def drop(self, name: str) -> None:
+        """Ends the hold of `take`, and releases the name."""
 
 
 class RowsConnection:
@@ -178,7 +181,11 @@ class RowsServer:
     def _serve(self, connection: RowsConnection) -> None:
         try:
             while request := connection.request():
-                self._answer(connection, *request)
+                verb, name = request
+                if verb == TAKE:
+                    self._give(connection, name)
+                else:
+                    self._answer(connection, verb, name)
         except (OSError, ValueError):  # it is gone, too slow, or speaks something else
             pass
         except Exception:
@@ -195,6 +202,23 @@ class RowsServer:
             self._connections.pop(connection, None)
             self._changed.notify_all()
 
+    def _give(self, connection: RowsConnection, name: str) -> None:
+        """Sends the rows of a whole name, which is released."""
+        try:
+            rows = self._store.take(name)
+        except ServiceError as error:
+            send(connection.channel, memoryview(answer({"error": error.message})))
+            return
+        if rows is None:
+            send(connection.channel, memoryview(answer({"error": UNKNOWN})))
+            return
+        connection.admit()
+        try:
+            send(connection.channel, memoryview(answer({"size_bytes": len(rows)})))
+            send(connection.channel, rows)
+        finally:
+            self._store.drop(name)
+
     def _answer(self, connection: RowsConnection, verb: bytes, name: str) -> None:
         fields: dict[str, Any] = {}
         rows = memoryview(b"")
@@ -206,17 +230,12 @@ class RowsServer:
                 fields = {"size_bytes": len(rows)}
             elif verb == FREE and name in connection.held:
                 self._free(connection, name)
-            elif verb == TAKE:
-                fields, rows = self._taken(connection, name)
             elif verb != PING:
                 fields = {"error": "this connection does not hold that id"}
         except ServiceError as error:
             fields = {"error": error.message}
         send(connection.channel, memoryview(answer(fields)))
         send(connection.channel, rows)
-        if verb == TAKE and "error" not in fields:
-            self._store.release(name)
-            self._free(connection, name)
         with self._changed:  # once it has its answer: `stop` ends those that hold nothing
             self._changed.notify_all()
 
@@ -228,17 +247,6 @@ class RowsServer:
         connection.admit()
         # Whoever opens a memory sees all of it: only for processes of this user, on this machine.
         return asdict(found if connection.local else replace(found, memory=None))
-
-    def _taken(self, connection: RowsConnection, name: str) -> tuple[dict[str, Any], memoryview]:
-        fields = self._held(connection, name)
-        if "error" in fields:
-            return fields, memoryview(b"")
-        try:
-            rows = self._store.rows(name)
-        except ServiceError:
-            self._free(connection, name)
-            raise
-        return {"size_bytes": len(rows)}, rows
 
     def _free(self, connection: RowsConnection, name: str) -> None:
         connection.held[name] -= 1

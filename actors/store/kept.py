@@ -18,7 +18,7 @@ import numpy as np
 from actors.errors import Overloaded, TooLarge
 from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Embedding, Media, SharedBytes
+from actors.types import Bytes, Embedding, Media, SharedBytes
 
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
@@ -146,6 +146,8 @@ class References:
         self._holds: Counter[str] = Counter()
         self._released: set[str] = set()  # while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
+        self.opened: dict[object, list[Bytes]] = {}
+        """Arrays of such objects, for whoever reads them; forgotten with the last entry."""
         self.bytes = 0  # that all entries together hold
 
     @property
@@ -286,6 +288,7 @@ class References:
         self._users[kept.shared_object] -= 1
         if not self._users[kept.shared_object]:
             del self._users[kept.shared_object]
+            self.opened.pop(kept.shared_object, None)
         self.bytes -= self._added_bytes(kept)
         self._report()
 
@@ -295,7 +298,7 @@ class References:
         self._metrics.references_held.set(len(self._holds))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PendingWrite:
     """Stands in a SharedBytes for Ray's reference while the rows are still being written.
 
@@ -304,6 +307,8 @@ class PendingWrite:
     """
 
     embedding: asyncio.Future[Embedding]
+    rows: Bytes | None
+    """The bytes until they are written, if they are on the host."""
 
 
 async def written(embedding: Embedding) -> Embedding:

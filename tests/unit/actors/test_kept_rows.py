@@ -246,6 +246,48 @@ def test_a_reader_gets_what_a_pipeline_keeps(gate: threading.Event, tmp_path: Pa
         of.close()
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_what_is_taken_need_not_be_written_and_is_released(
+    gate: threading.Event, tmp_path: Path, written: bool
+) -> None:
+    async def run() -> None:
+        kept = KeptRows(of)
+        kept.loop = asyncio.get_running_loop()
+        server = RowsServer(kept)
+        place = server.start(tmp_path / "rows.sock", "127.0.0.1")
+        if not written:
+            gate.clear()
+        names = await keep(of, 96, 128)
+        expected = [await in_memory(of, name) for name in names]
+
+        def take(name: str, like: Tensor) -> Tensor:
+            reader = RowsReader.connect(place)
+            assert reader
+            received = torch.empty_like(like)
+            memory = received.view(torch.uint8).flatten().numpy().data
+            reader.take(name, memory)
+            with pytest.raises(RowsRefused, match="released"):
+                reader.take(name, memory)
+            reader.close()
+            return received
+
+        for name, rows in zip(names, expected, strict=True):
+            assert rows is not None
+            if written:
+                await by_value(of, name)
+            assert torch.equal(await asyncio.to_thread(take, name, rows), rows)
+            assert await of.fetch(name) is None
+        gate.set()
+        await asyncio.to_thread(server.stop)
+        assert of.references.bytes == 0
+
+    of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
 def test_a_write_that_fails_is_told_to_its_reader(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -257,7 +299,7 @@ def test_a_write_that_fails_is_told_to_its_reader(
     async def run() -> None:
         kept = KeptRows(of)
         kept.loop = asyncio.get_running_loop()
-        (name,) = await keep(of, 96)
+        (name,) = await keep(of, 96, dtype="bfloat16")
         assert await asyncio.to_thread(kept.hold, name)
         with pytest.raises(Exception, match="could not be written"):
             await asyncio.to_thread(kept.rows, name)

@@ -58,7 +58,15 @@ class Dictionary:
             raise EmbeddingLost("the rows were not written")
         return self.tensors[name].view(torch.uint8).flatten().numpy().data
 
-    def release(self, name: str) -> None:
+    def take(self, name: str) -> memoryview | None:
+        if "." not in name or name not in self.tensors:
+            return None
+        rows = self.rows(name)
+        self.holds[name] += 1
+        return rows
+
+    def drop(self, name: str) -> None:
+        self.holds[name] -= 1
         del self.tensors[name]
 
     @property
