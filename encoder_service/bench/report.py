@@ -82,8 +82,9 @@ SOUNDS = (
 )
 """For models that take sounds."""
 
-PEAK_FLOPS_PER_SECOND = {"H200": 790e12}
-"""Measured dense bf16 GEMM throughput (not the data sheet's), by a part of the device's name."""
+PEAK_FLOPS_PER_SECOND = {"H100": 790e12, "H200": 790e12}
+"""Dense bf16 GEMM throughput, measured on an H200 (not the data sheet's), by a part of the device's
+name. An H100 SXM computes as fast."""
 
 
 def floor_ms(operations: int, device: str) -> float | None:
