@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from tests import checkpoints_phi
 from tests.checkpoints_tiles import TEXT, scatter
 
 RATE = 16000
@@ -154,7 +155,11 @@ WRITERS = {
     "qwen2_5_omni": write_qwen25_omni,
     "qwen3_omni_moe": write_qwen3_omni,
     "qwen3_asr": write_qwen3_asr,
+    "phi4_multimodal-audio": checkpoints_phi.write_both,
+    "phi4mm-audio": checkpoints_phi.write_both_published,
 }
+"""By `model_type`; of models whose vision towers have tests of their own, with `-audio`."""
+CONFORMERS = [kind for kind in WRITERS if kind.endswith("-audio")]
 
 
 @dataclass(frozen=True)
@@ -165,7 +170,8 @@ class Hearing:
     model: Any
 
     def rows(self, waves: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-        return torch.cat([getattr(self, self.model_type)(wave) for wave in waves])
+        hear = getattr(self, self.model_type.removesuffix("-audio"))
+        return torch.cat([hear(wave) for wave in waves])
 
     @torch.no_grad()
     def whisper(self, wave: npt.NDArray[np.float32]) -> Tensor:
@@ -226,6 +232,20 @@ class Hearing:
                 found.input_features, found.attention_mask
             ).pooler_output
         )
+
+    @torch.no_grad()
+    def phi4_multimodal(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import Phi4MultimodalFeatureExtractor
+
+        extractor = Phi4MultimodalFeatureExtractor(feature_size=checkpoints_phi.MELS)
+        found = extractor(wave, sampling_rate=RATE, return_tensors="pt")
+        embed, count = self.model.audio_embed, int(found.audio_embed_sizes)
+        ids = torch.full((1, count), embed.config.audio_config.audio_token_id)
+        nothing = torch.zeros(1, count, embed.config.hidden_size)
+        rows = embed(ids, nothing, found.audio_input_features, found.audio_embed_sizes)
+        return torch.as_tensor(rows[0])
+
+    phi4mm = phi4_multimodal
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:
