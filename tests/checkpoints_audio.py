@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests import checkpoints_phi
-from tests.checkpoints_tiles import TEXT, scatter
+from tests import checkpoints_nemotron, checkpoints_phi
+from tests.checkpoints_tiles import GEMMA_AUDIO, TEXT, scatter, write_gemma4
 
 RATE = 16000
 WINDOW_SECONDS = 2
@@ -148,7 +149,7 @@ def asr_extractor() -> Any:
     return Qwen3ASRFeatureExtractor(SIZES["num_mel_bins"])
 
 
-WRITERS = {
+WRITERS: dict[str, Callable[[Path], Any]] = {
     "whisper": write_whisper,
     "qwen2_audio": write_qwen2_audio,
     "voxtral": write_voxtral,
@@ -157,6 +158,8 @@ WRITERS = {
     "qwen3_asr": write_qwen3_asr,
     "phi4_multimodal-audio": checkpoints_phi.write_both,
     "phi4mm-audio": checkpoints_phi.write_both_published,
+    "nemotron_h_omni-audio": checkpoints_nemotron.write_nemotron,
+    "gemma4-audio": partial(write_gemma4, clipped=True),
 }
 """By `model_type`; of models whose vision towers have tests of their own, with `-audio`."""
 CONFORMERS = [kind for kind in WRITERS if kind.endswith("-audio")]
@@ -246,6 +249,25 @@ class Hearing:
         return torch.as_tensor(rows[0])
 
     phi4mm = phi4_multimodal
+
+    @torch.no_grad()
+    def nemotron_h_omni(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import ParakeetFeatureExtractor
+
+        found = ParakeetFeatureExtractor(checkpoints_nemotron.MELS)(
+            wave, sampling_rate=RATE, return_tensors="pt"
+        )
+        heard = self.model.get_audio_features(found.input_features, found.attention_mask)
+        return torch.as_tensor(heard.pooler_output)
+
+    @torch.no_grad()
+    def gemma4(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import Gemma4AudioFeatureExtractor
+
+        extractor = Gemma4AudioFeatureExtractor(GEMMA_AUDIO["subsampling_conv_channels"][0])
+        found = extractor([wave], return_tensors="pt")
+        heard = self.model.model.get_audio_features(found.input_features, found.input_features_mask)
+        return torch.as_tensor(heard.pooler_output[heard.attention_mask])
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +18,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import (
+    Gemma4AudioFeatureExtractor,
+    Gemma4Processor,
+    NemotronH_Omni_Reasoning_V3Processor,
+    ParakeetFeatureExtractor,
     Phi4MultimodalFeatureExtractor,
     Qwen3ASRFeatureExtractor,
     WhisperFeatureExtractor,
@@ -71,11 +76,30 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         {"audio_config": {"bias_max_distance": 500}, "hidden_size": 3072},
         454,
     ),
+    "nemotron_h_omni-audio": (
+        {
+            "audio_config": {
+                **{"num_mel_bins": 128, "convolution_bias": False},
+                **{"projection_hidden_size": 4096, "projection_bias": False},
+            },
+            "text_config": {"hidden_size": 2688},
+        },
+        624,
+    ),
+    "gemma4-audio": (
+        {
+            "audio_config": {"use_clipped_linears": True},
+            "text_config": {"hidden_size": 1536},
+            "vision_config": {},
+        },
+        307,
+    ),
 }
 """config.json of whisper-large-v3, Qwen2-Audio-7B, Voxtral-Mini-3B, Qwen2.5-Omni-7B,
-Qwen3-Omni-30B-A3B, Qwen3-ASR-1.7B and Phi-4-multimodal, as far as it is read, and the millions of
-weights of their encoders and projectors, as transformers counts them."""
-HEAD_SIZES = dict.fromkeys(PUBLISHED, 64)
+Qwen3-Omni-30B-A3B, Qwen3-ASR-1.7B, Phi-4-multimodal, Nemotron-3-Nano-Omni-30B-A3B and Gemma 4 E2B,
+as far as it is read, and the millions of weights of their encoders and projectors, as transformers
+counts them."""
+HEAD_SIZES = dict.fromkeys(PUBLISHED, 64) | {"nemotron_h_omni-audio": 128, "gemma4-audio": 128}
 
 PHI4MM = {
     **{"attention_dim": 1024, "attention_heads": 16, "linear_units": 1536, "num_blocks": 24},
@@ -90,6 +114,8 @@ PHI4MM = {
 
 CONFORMERS = {
     "phi4": ConformerSizing(16000, 160, 512, 80, 4000, 1, math.inf, 3, "phi4", 240),
+    "parakeet": ConformerSizing(16000, 160, 512, 128, 40000, 1, 399.99, 3, "parakeet", 0, 2, 1),
+    "gemma4": ConformerSizing(16000, 160, 512, 128, 3000, 1, 30, 2, "gemma4", 1),
 }
 
 tokens_of = processing_qwen2_5_omni._get_feat_extract_output_lengths
@@ -196,8 +222,20 @@ def test_frames_of_conformers_equal_transformers(features: Features, seconds: fl
 def heard(features: Features, wave: npt.NDArray[np.float32]) -> tuple[Tensor, int]:
     """Frames of a sound in transformers, and rows by its processor."""
     asked = {"sampling_rate": RATE, "return_tensors": "pt"}
-    found = Phi4MultimodalFeatureExtractor()(wave, **asked)
-    return found.audio_input_features[0], int(found.audio_embed_sizes)
+    if features == "phi4":
+        found = Phi4MultimodalFeatureExtractor()(wave, **asked)
+        return found.audio_input_features[0], int(found.audio_embed_sizes)
+    if features == "gemma4":
+        found = Gemma4AudioFeatureExtractor()([wave], **asked)
+        mask = found.input_features_mask[0]
+        text = SimpleNamespace(audio_token="1", boa_token="", eoa_token="")
+        counted = Gemma4Processor.replace_audio_token(text, {"input_features_mask": [mask]}, 0)
+        return found.input_features[0, mask], len(counted)
+    found = ParakeetFeatureExtractor(128)(wave, **asked)
+    processor = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+    tokens = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+    frames = int(found.attention_mask.sum())
+    return found.input_features[0, :frames], tokens(processor, len(wave))
 
 
 def test_rows_are_as_many_as_the_processor_counts() -> None:
@@ -241,7 +279,9 @@ def test_sounds_that_are_too_short_have_no_tokens(tmp_path: Path) -> None:
     assert [sizing.plan(Size(samples, 1)).tokens for samples in (0, 1, 8000)] == [0, 7, 7]
 
 
-@pytest.mark.parametrize(("features", "samples"), [("phi4", 400)])
+@pytest.mark.parametrize(
+    ("features", "samples"), [("phi4", 400), ("parakeet", 320), ("gemma4", 161)]
+)
 def test_the_shortest_sound_of_a_conformer(features: Features, samples: int) -> None:
     """transformers fails below, or gives what is not finite."""
     sizing = CONFORMERS[features]
@@ -339,6 +379,11 @@ def test_what_is_not_supported_is_named(
     [
         ("phi4_multimodal", {"chunk_size": 18}, "chunk_size of the audio encoder: only -1"),
         ("phi4_multimodal", {"ext_pw_out_channel": 512}, "ext_pw_out_channel.*: only 1024"),
+        ("nemotron_h_omni", {"scale_input": True}, "scale_input of the audio encoder: only False"),
+        ("nemotron_h_omni", {"conv_kernel_size": 8}, "conv_kernel_size.*: only odd numbers"),
+        ("nemotron_h_omni", {"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ("gemma4", {"attention_context_right": 4}, "attention_context_right.*: only 0"),
+        ("gemma4", {"attention_context_left": 9}, "attention_chunk_size.*: only 8"),
     ],
 )
 def test_conformers_that_are_not_supported_are_named(
@@ -348,7 +393,7 @@ def test_conformers_that_are_not_supported_are_named(
     config = config | {"model_type": kind, "audio_config": config["audio_config"] | change}
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=told):
-        read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio"))
+        family_of(read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio")))
 
 
 @pytest.mark.parametrize(

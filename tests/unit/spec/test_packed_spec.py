@@ -183,8 +183,11 @@ def test_nemotron_under_the_names_of_published_files(tmp_path: Path) -> None:
     assert registry.read(changed(tmp_path, preset.id, CONFIG, predicts)).vision["final_norm"]
     still = changed(tmp_path, preset.id, VISION, {"video_temporal_patch_size": 4})
     assert registry.read(still).kinds == ("image",)
-    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
-        registry.read(preset.model_copy(update={"tower": "audio"}))
+    sounds = registry.read(preset.model_copy(update={"tower": "audio"}))
+    assert (sounds.kinds, sounds.width) == (("audio",), 2688)
+    silent = changed(tmp_path, preset.id, CONFIG, {"sound_config": None})
+    with pytest.raises(CheckpointError, match="audio_config: there is none, and so no audio tower"):
+        registry.read(silent.model_copy(update={"tower": "audio"}))
 
 
 def test_nemotrons_range_is_not_empty() -> None:
