@@ -1,10 +1,10 @@
 """Towers of the fourth kind: conformers, over the positions of packed sounds.
 
 A layer is half a feed-forward, attention, a convolution, half a feed-forward and a norm. Scores of
-attention have terms of the distance between two positions, which no kernel of ours adds, and there
-is no fast form of the layers: they are plain torch, whatever `graphs.blocks` says. Distances within
-a sound are those within the pack, so that a pack is one sequence in which sounds do not see each
-other. Shapes are static: which position is of which sound is data.
+attention have terms of the distance between two positions, which no kernel of ours adds, and the
+layers have one form, plain torch. Distances within a sound are those within the pack, so that a
+pack is one sequence in which sounds do not see each other. Shapes are static: which position is of
+which sound is data.
 """
 
 from __future__ import annotations

@@ -291,10 +291,13 @@ class ConformerSizing(AudioSizing):
         as in transformers."""
         frames = self.frames(size.width * size.height)
         tokens = -(-(frames + self.more_frames) // self.stride) if frames else 0
-        windows = -(-tokens // self.window_tokens)
-        computed = tokens if windows <= 1 else windows * self.window_tokens
+        if not self.several or tokens <= self.window_tokens:
+            windows, length = int(tokens > 0), tokens
+        else:
+            windows, length = -(-tokens // self.window_tokens), self.window_tokens
+        computed = windows * length
         return ItemPlan(
-            grid_thw=(windows, 1, min(computed, self.window_tokens)),
+            grid_thw=(windows, 1, length),
             patches=computed,
             tokens=tokens,
             path_tokens=(computed,),

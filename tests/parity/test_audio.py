@@ -114,7 +114,7 @@ PHI4MM = {
 
 CONFORMERS = {
     "phi4": ConformerSizing(16000, 160, 512, 80, 4000, 1, math.inf, 3, "phi4", 240),
-    "parakeet": ConformerSizing(16000, 160, 512, 128, 40000, 1, 399.99, 3, "parakeet", 0, 2, 1),
+    "parakeet": ConformerSizing(16000, 160, 512, 128, 40000, 1, 400, 3, "parakeet", 0, 2, 1),
     "gemma4": ConformerSizing(16000, 160, 512, 128, 3000, 1, 30, 2, "gemma4", 1),
 }
 

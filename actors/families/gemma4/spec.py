@@ -56,13 +56,14 @@ def sounds(source: ModelSource) -> ModelSpec:
         less=1,
     )
     model = source.spec("gemma4", SILENCE, encoder, sizing, source.text_width)
-    return replace(model, fast_blocks=False)
+    return replace(model, fast_blocks=None)
 
 
 MODEL_TYPES = {"gemma4": gemma4}
 REFUSED = {
     "gemma3n": "its vision tower is MobileNetV5, which is convolutions of timm: this service does "
-    "not depend on timm, and has none of its own",
+    "not depend on timm, and has none of its own. The convolutions of its audio encoder are "
+    "normalised over all that came before, which no encoder here does",
     "gemma4_unified": "its images are projected without an encoder",
 }
 AUDIO: Json = {

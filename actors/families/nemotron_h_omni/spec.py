@@ -85,7 +85,7 @@ def sounds(source: ModelSource) -> ModelSpec:
         mels=mels,
         window_frames=positions * 2**HALVINGS,
         stack=1,
-        most_seconds=(positions * 2**HALVINGS - 1) / 100,
+        most_seconds=positions * 2**HALVINGS / 100,
         halvings=HALVINGS,
         features="parakeet",
         less=0,
@@ -94,7 +94,7 @@ def sounds(source: ModelSource) -> ModelSpec:
     )
     text = config.get("text_config") or config["llm_config"]
     model = source.spec("nemotron_h_omni", SILENCE, encoder, sizing, text["hidden_size"])
-    return replace(model, fast_blocks=False)
+    return replace(model, fast_blocks=None)
 
 
 def vision_of(source: ModelSource) -> Json:

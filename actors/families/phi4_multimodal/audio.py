@@ -59,7 +59,7 @@ class PhiAudioParts(ConformerParts):
     scale: Tensor
     """Of frames: [mels]."""
     biases: Tensor
-    """[2 x the longest distance, heads]: added to the scores of keys so far before a query, or, in
+    """[heads, 2 x the longest distance]: added to the scores of keys so far before a query, or, in
     the second half, after it."""
 
 
@@ -118,7 +118,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PhiAudioParts:
         head=lambda x: down.linear(F.gelu(up.linear(x))),
         mean=weights.place(weights.tensors[MEAN]),
         scale=weights.place(weights.tensors[SCALE]),
-        biases=weights.place(weights.tensors[BIASES]),
+        biases=weights.place(weights.tensors[BIASES].t().contiguous()),
     )
 
 
@@ -175,9 +175,11 @@ class PhiAudioTower(ConformerTower):
 
     def context(self, ends: Tensor, own: Tensor) -> tuple[Tensor, ...]:
         """What is added to scores: [heads, positions, positions]."""
-        longest, places = len(self.parts.biases) // 2, torch.arange(len(ends), device=ends.device)
+        longest, count = self.parts.biases.shape[1] // 2, len(ends)
+        places = torch.arange(count, device=ends.device)
         distance = (places - places[:, None]).clamp(-longest, longest - 1)
-        added = F.embedding(distance + longest, self.parts.biases).permute(2, 0, 1)
+        added = self.parts.biases.index_select(1, (distance + longest).flatten())
+        added = added.view(-1, count, count)
         return (added.masked_fill(~together(ends), -torch.inf),)
 
     def scored(self, qkv: Tensor, terms: tuple[Tensor, ...], context: tuple[Tensor, ...]) -> Tensor:

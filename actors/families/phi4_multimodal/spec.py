@@ -84,7 +84,7 @@ def sounds(source: ModelSource, config: Json) -> ModelSpec:
     )
     family, rows = source.config["model_type"], source.config["hidden_size"]
     model = source.spec(family, SILENCE, encoder, sizing, rows, folder="phi4_multimodal")
-    return replace(model, fast_blocks=False)
+    return replace(model, fast_blocks=None)
 
 
 def published_encoder(config: Json) -> Json:
