@@ -163,6 +163,19 @@ def test_rows_equal_transformers(pair: Pair, seconds: Sequence[float], spare: in
     check(pair.model_type, ours, exact)
 
 
+def test_a_pack_does_not_hear_an_earlier_one(pair: Pair) -> None:
+    """Whose positions, and where its sounds end, are still behind its own."""
+    waves = [tones(2.0), tones(2.0, seed=1), tones(1.3, seed=2), tones(0.4, seed=3)]
+    plans, patches = patches_of(pair, waves)
+    budget = sum(plan.path_tokens[0] for plan in plans[:2])
+    graphs = GraphSet(pair.tower, "default", (budget,), Segments(2), Device())
+    graphs.capture(lambda *_: None)
+    graphs.encode(budget, plans[:2], patches[:2])
+    plans, patches, waves = plans[2:], patches[2:], waves[2:]
+    ours = pair.tower.postprocess([graphs.encode(budget, plans, patches)], plans)
+    check(pair.model_type, ours, pair.rows(waves))
+
+
 @pytest.mark.parametrize("seconds", [3.3 * WINDOW_SECONDS, 6.013, 4.001, 7.5, 81.3])
 def test_a_long_sound_is_windows(pair: Pair, seconds: float, tmp_path: Path) -> None:
     """In one pack, and cut into chunks by the engine."""
