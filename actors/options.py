@@ -230,13 +230,20 @@ class GraphOptions(Options):
         return self
 
 
-def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: ModelDtype, fast: bool) -> BlockForm:
-    """The form in use. `fast`: the family has the fast form. Raises ConfigError."""
+def block_form(
+    asked: BlockChoice, *, on_cuda: bool, dtype: ModelDtype, fast: bool | None
+) -> BlockForm:
+    """The form in use. `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:
         raise ConfigError(
             f"graphs.blocks is {asked}, which needs encoder.device cuda and model.dtype bfloat16 "
             "or float16: set those, or graphs.blocks to auto"
+        )
+    if asked in ("fast", "compile") and fast is None:
+        raise ConfigError(
+            f"graphs.blocks is {asked}, but the layers of this model's family run in plain torch "
+            "only: set it to auto or reference"
         )
     if asked == "fast" and not fast:
         raise ConfigError(
@@ -245,7 +252,7 @@ def block_form(asked: BlockChoice, *, on_cuda: bool, dtype: ModelDtype, fast: bo
         )
     if asked != "auto":
         return asked
-    if not capable:
+    if not capable or fast is None:
         return "reference"
     return "fast" if fast else "compile"
 
@@ -504,7 +511,7 @@ class ActorOptions(Options):
             raise ValueError(error.message) from error
         return self
 
-    def block_form(self, *, fast: bool) -> BlockForm:
+    def block_form(self, *, fast: bool | None) -> BlockForm:
         """The form of the blocks in use; `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
         on_cuda = self.encoder.device == "cuda"
         return block_form(self.graphs.blocks, on_cuda=on_cuda, dtype=self.model.dtype, fast=fast)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from tests.checkpoints_tiles import TEXT, scatter
+from tests import checkpoints_nemotron, checkpoints_phi
+from tests.checkpoints_tiles import GEMMA_AUDIO, TEXT, scatter, write_gemma4
 
 RATE = 16000
 WINDOW_SECONDS = 2
@@ -147,14 +149,20 @@ def asr_extractor() -> Any:
     return Qwen3ASRFeatureExtractor(SIZES["num_mel_bins"])
 
 
-WRITERS = {
+WRITERS: dict[str, Callable[[Path], Any]] = {
     "whisper": write_whisper,
     "qwen2_audio": write_qwen2_audio,
     "voxtral": write_voxtral,
     "qwen2_5_omni": write_qwen25_omni,
     "qwen3_omni_moe": write_qwen3_omni,
     "qwen3_asr": write_qwen3_asr,
+    "phi4_multimodal-audio": checkpoints_phi.write_both,
+    "phi4mm-audio": checkpoints_phi.write_both_published,
+    "nemotron_h_omni-audio": checkpoints_nemotron.write_nemotron,
+    "gemma4-audio": partial(write_gemma4, clipped=True),
 }
+"""By `model_type`; of models whose vision towers have tests of their own, with `-audio`."""
+CONFORMERS = [kind for kind in WRITERS if kind.endswith("-audio")]
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,8 @@ class Hearing:
     model: Any
 
     def rows(self, waves: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-        return torch.cat([getattr(self, self.model_type)(wave) for wave in waves])
+        hear = getattr(self, self.model_type.removesuffix("-audio"))
+        return torch.cat([hear(wave) for wave in waves])
 
     @torch.no_grad()
     def whisper(self, wave: npt.NDArray[np.float32]) -> Tensor:
@@ -226,6 +235,39 @@ class Hearing:
                 found.input_features, found.attention_mask
             ).pooler_output
         )
+
+    @torch.no_grad()
+    def phi4_multimodal(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import Phi4MultimodalFeatureExtractor
+
+        extractor = Phi4MultimodalFeatureExtractor(feature_size=checkpoints_phi.MELS)
+        found = extractor(wave, sampling_rate=RATE, return_tensors="pt")
+        embed, count = self.model.audio_embed, int(found.audio_embed_sizes)
+        ids = torch.full((1, count), embed.config.audio_config.audio_token_id)
+        nothing = torch.zeros(1, count, embed.config.hidden_size)
+        rows = embed(ids, nothing, found.audio_input_features, found.audio_embed_sizes)
+        return torch.as_tensor(rows[0])
+
+    phi4mm = phi4_multimodal
+
+    @torch.no_grad()
+    def nemotron_h_omni(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import ParakeetFeatureExtractor
+
+        found = ParakeetFeatureExtractor(checkpoints_nemotron.MELS)(
+            wave, sampling_rate=RATE, return_tensors="pt"
+        )
+        heard = self.model.get_audio_features(found.input_features, found.attention_mask)
+        return torch.as_tensor(heard.pooler_output)
+
+    @torch.no_grad()
+    def gemma4(self, wave: npt.NDArray[np.float32]) -> Tensor:
+        from transformers import Gemma4AudioFeatureExtractor
+
+        extractor = Gemma4AudioFeatureExtractor(GEMMA_AUDIO["subsampling_conv_channels"][0])
+        found = extractor([wave], return_tensors="pt")
+        heard = self.model.model.get_audio_features(found.input_features, found.input_features_mask)
+        return torch.as_tensor(heard.pooler_output[heard.attention_mask])
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:

@@ -8,17 +8,25 @@ from typing import Any
 import torch
 
 from tests.checkpoints_clip import written
-from tests.checkpoints_tiles import scatter
+from tests.checkpoints_tiles import enlarge, scatter
 
 PATCHES = {"min_num_patches": 48, "max_num_patches": 160}
 TARGET = 40
 """Patches of a frame of a video."""
+MELS = 24
+AUDIO = {
+    **{"model_type": "parakeet_encoder", "hidden_size": 32, "intermediate_size": 48},
+    **{"num_hidden_layers": 3, "num_attention_heads": 2, "conv_kernel_size": 5},
+    **{"subsampling_conv_channels": 16, "num_mel_bins": MELS, "convolution_bias": False},
+    **{"projection_hidden_size": 40, "projection_bias": False},
+}
 SETTINGS = PATCHES | {"video_target_num_patches": TARGET}
 
 
-def write_nemotron(folder: Path, *, predicts: bool = False) -> Any:
-    """Writes a whole model in float32 with a random tower; returns transformers' model of it.
-    `predicts`: the language model predicts more tokens, and the tower has a last norm."""
+def write_nemotron(folder: Path, *, predicts: bool = False, biased: bool = False) -> Any:
+    """Writes a whole model in float32 with random towers; returns transformers' model of it.
+    `predicts`: the language model predicts more tokens, and the vision tower has a last norm.
+    `biased`: layers of the audio tower have biases."""
     from transformers import NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
 
     torch.manual_seed(0)
@@ -34,7 +42,9 @@ def write_nemotron(folder: Path, *, predicts: bool = False) -> Any:
         "video_temporal_patch_size": 2,
     }
     config = NemotronH_Omni_Reasoning_V3_Config(
-        **{"vision_config": vision, "text_config": text, "audio_config": None},
+        **{"vision_config": vision, "text_config": text},
+        audio_config=AUDIO
+        | dict.fromkeys(("attention_bias", "convolution_bias", "projection_bias"), biased),
         **{"vision_hidden_size": 64, "projector_hidden_size": 80},
     )
     model = NemotronH_Omni_Reasoning_V3(config).eval()
@@ -45,5 +55,13 @@ def write_nemotron(folder: Path, *, predicts: bool = False) -> Any:
             scatter(part)
     if predicts:
         scatter(model.vision_final_layernorm)
+    scatter(model.audio_tower)
+    scatter(model.embed_audio)
+    enlarge(model.audio_tower.subsampling)
+    for name, values in model.audio_tower.named_buffers():
+        if name.endswith("running_mean"):
+            values.normal_(0, 0.1)
+        elif name.endswith("running_var"):
+            values.uniform_(0.05, 0.2)
     written(folder, model, SETTINGS)
     return model

@@ -220,8 +220,15 @@ def write_gemma3(folder: Path) -> Any:
     return model
 
 
+GEMMA_AUDIO: dict[str, Any] = {
+    **{"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2},
+    **{"subsampling_conv_channels": [16, 8], "output_proj_dims": 24},
+    **{"attention_chunk_size": 4, "attention_context_left": 5, "attention_logit_cap": 0.5},
+}
+
+
 def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
-    """The same for Gemma 4, of up to 70 tokens. `clipped`: as E2B and E4B are."""
+    """The same for Gemma 4, of up to 70 tokens. `clipped`: as E2B and E4B are, which hear."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -232,6 +239,7 @@ def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
     config = Gemma4Config(
         vision_config=vision | {"standardize": not clipped, "use_clipped_linears": clipped},
         text_config=text | {"head_dim": 16, "global_head_dim": 16, "vocab_size_per_layer_input": 8},
+        audio_config=GEMMA_AUDIO if clipped else None,
         image_token_id=5,
     )
     model = Gemma4ForConditionalGeneration(config).eval()
@@ -242,8 +250,16 @@ def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
             values.copy_((0.4 + torch.rand(())) * (-1 if name.endswith("_min") else 1))
         elif name.startswith("std_"):
             values.copy_(1 + torch.rand_like(values))
+    if clipped:
+        scatter(model.model.audio_tower)
+        scatter(model.model.embed_audio)
+        enlarge(model.model.audio_tower.subsample_conv_projection)
+        for name, values in model.model.audio_tower.named_buffers():
+            if name.endswith(("_min", "_max")):
+                values.copy_((1 + torch.rand(())) * (-1 if name.endswith("_min") else 1))
     model.save_pretrained(folder, max_shard_size="150KB")
     settings: dict[str, Any] = {
+        "feature_size": GEMMA_AUDIO["subsampling_conv_channels"][0],
         "max_soft_tokens": 70,
         "patch_size": 4,
         "pooling_kernel_size": 3,
@@ -276,3 +292,11 @@ def scatter(module: Any) -> None:
             values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
                 torch.randn_like(values) * 0.1
             )
+
+
+def enlarge(module: Any, factor: float = 4) -> None:
+    """Multiplies weights, so that rows depend on what the module sees."""
+    with torch.no_grad():
+        for values in module.parameters():
+            if values.dim() > 1:
+                values *= factor

@@ -1,7 +1,12 @@
-"""Sounds to log-mel frames, and frames to patches; transformers: WhisperFeatureExtractor."""
+"""Sounds to log-mel frames, and frames to patches.
+
+transformers: WhisperFeatureExtractor, and, for conformers, Phi4MultimodalFeatureExtractor,
+ParakeetFeatureExtractor and Gemma4AudioFeatureExtractor, each of a sound alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -10,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.spec.audio import BEYOND, SEEN_FRAMES, STRIDE, AudioSizing
+from actors.spec.audio import (
+    BEYOND,
+    SEEN_FRAMES,
+    STRIDE,
+    AudioSizing,
+    ConformerSizing,
+    Features,
+)
 
 Values = npt.NDArray[np.float64]
 
@@ -18,6 +30,15 @@ FLOOR = 1e-10  # of the power, before its logarithm
 RANGE = 8.0  # below the loudest value, in decades; what is quieter is raised to it
 LINEAR_HZ, LINEAR_MELS = 1000.0, 15.0  # Slaney's scale is linear up to here, then logarithmic
 MELS_PER_LOG = 27 / np.log(6.4)
+BEND_HZ = 700.0  # of the scales of HTK and Kaldi, which are the same but for a factor
+
+PREEMPHASIS = 0.97  # of Phi-4 and Parakeet
+WINDOW = 400  # samples of theirs, of what a frame is computed from
+INT16 = 32768  # Phi-4 hears samples of this scale
+PHI4_HZ = 7690.0  # where its mels end
+GUARD = 2.0**-24  # Parakeet's, within the logarithm
+EPSILON = 1e-5  # added to Parakeet's standard deviation
+GEMMA4_FLOOR = 1e-3  # within the logarithm
 
 
 def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
@@ -48,16 +69,100 @@ def cut_positions(frames: Tensor) -> Tensor:
     return around.permute(0, 2, 3, 1).flatten(2)
 
 
+def conformer_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
+    """float32 [samples] to [frames, mels]."""
+    return FRAMES[sizing.features](samples, sizing)[: sizing.frames(len(samples))]
+
+
+def phi4_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
+    frames = samples.unfold(0, WINDOW, sizing.hop)
+    before = torch.cat([frames[:, :1], frames[:, :-1]], 1)
+    frames = (frames - PREEMPHASIS * before) * INT16
+    window = torch.hamming_window(WINDOW, periodic=False, dtype=torch.float64)
+    spectrum = torch.fft.rfft(window * frames, sizing.fft).to(torch.complex64)
+    power: Tensor = spectrum.abs() ** 2
+    return (power @ kaldi_filters(sizing)).clamp(min=1.0).log()
+
+
+def parakeet_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
+    """Each mel normalised over the sound."""
+    spectrum = torch.stft(
+        torch.cat([samples[:1], samples[1:] - PREEMPHASIS * samples[:-1]]),
+        sizing.fft,
+        sizing.hop,
+        WINDOW,
+        window=torch.hann_window(WINDOW, periodic=False),
+        pad_mode="constant",
+        return_complex=True,
+    )
+    power = torch.view_as_real(spectrum).pow(2).sum(-1).sqrt().pow(2)  # rounds as transformers does
+    mel = mel_filters(sizing.rate, sizing.fft, sizing.mels) @ power
+    found = (mel + GUARD).log().t()[: sizing.frames(len(samples))]
+    return (found - found.mean(0)) / (found.std(0) + EPSILON)
+
+
+def gemma4_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
+    """In float64 from the spectrum on. The first frame begins half its length before the sound."""
+    length = 2 * sizing.hop
+    frames = F.pad(samples, (length // 2, 0)).unfold(0, length, sizing.hop)
+    window = torch.hann_window(length, dtype=torch.float64).float()
+    spectrum: Tensor = torch.fft.rfft((frames * window).double(), sizing.fft).abs()
+    return (spectrum @ htk_filters(sizing) + GEMMA4_FLOOR).log().float()
+
+
+FRAMES: dict[Features, Callable[[Tensor, ConformerSizing], Tensor]] = {
+    "phi4": phi4_frames,
+    "parakeet": parakeet_frames,
+    "gemma4": gemma4_frames,
+}
+
+
+def cut_conformer(frames: Tensor, positions: int, sizing: ConformerSizing) -> Tensor:
+    """[frames, mels] to [positions, seen frames x mels]: the frames that each position sees, those
+    before and after the sound BEYOND, frame after frame."""
+    before = sizing.stride - 1
+    after = positions * sizing.stride - len(frames)
+    padded = F.pad(frames, (0, 0, before, after), value=BEYOND)
+    return padded.unfold(0, sizing.seen_frames, sizing.stride).transpose(1, 2).flatten(1)
+
+
+@lru_cache
+def kaldi_filters(sizing: ConformerSizing) -> Tensor:
+    """float32 [frequencies, mels]: triangles on the scale of mels."""
+    edges = np.linspace(0, bent(np.array(PHI4_HZ)), sizing.mels + 2)
+    return torch.from_numpy(triangles(edges, bent(frequencies(sizing))).T.astype(np.float32))
+
+
+@lru_cache
+def htk_filters(sizing: ConformerSizing) -> Tensor:
+    """float64 [frequencies, mels]."""
+    edges = np.linspace(0, bent(np.array(sizing.rate / 2)), sizing.mels + 2)
+    return torch.from_numpy(triangles(BEND_HZ * np.expm1(edges), frequencies(sizing)).T.copy())
+
+
+def frequencies(sizing: AudioSizing) -> Values:
+    return np.linspace(0, sizing.rate / 2, 1 + sizing.fft // 2)
+
+
+def bent(frequency: Values) -> Values:
+    return np.log1p(frequency / BEND_HZ)
+
+
 @lru_cache
 def mel_filters(rate: int, fft: int, mels: int) -> Tensor:
     """float32 [mels, frequencies]: triangles of equal area between 0 and half the rate, by Slaney;
     transformers.audio_utils: mel_filter_bank."""
     edges = hertz(np.linspace(0, mels_of(rate / 2), mels + 2))
-    ramps = edges[:, None] - np.linspace(0, rate // 2, 1 + fft // 2)
-    widths = np.diff(edges)[:, None]
-    triangles = np.maximum(0, np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]))
     areas = (edges[2:] - edges[:-2])[:, None] / 2
-    return torch.from_numpy((triangles / areas).astype(np.float32))
+    found = triangles(edges, np.linspace(0, rate // 2, 1 + fft // 2))
+    return torch.from_numpy((found / areas).astype(np.float32))
+
+
+def triangles(edges: Values, places: Values) -> Values:
+    """[mels, places]: of height 1, each from an edge to the next but one."""
+    ramps = edges[:, None] - places
+    widths = np.diff(edges)[:, None]
+    return np.maximum(0, np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]))
 
 
 def mels_of(frequency: float) -> float:

@@ -20,8 +20,8 @@ from PIL import Image
 from torch import Tensor
 
 from actors.errors import CheckpointError
-from actors.media.log_mel import cut_positions, log_mel
-from actors.spec.audio import AudioSizing, ChunkSizing
+from actors.media.log_mel import conformer_frames, cut_conformer, cut_positions, log_mel
+from actors.spec.audio import AudioSizing, ChunkSizing, ConformerSizing
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, CanvasSizing, PatchRange, Resample, WindowedSizing
 from actors.spec.slices import PaddedCrops, SlicedSizing
@@ -393,6 +393,17 @@ class ChunkPatchifier(AudioPatchifier):
         return F.pad(windows, (0, rest)).view(-1, self.sizing.patch_values).view(torch.uint8)
 
 
+class ConformerPatchifier(AudioPatchifier):
+    """The log-mel frames that each position of a sound sees, in conformers."""
+
+    sizing: ConformerSizing
+
+    def patches(self, image: Tensor) -> Tensor:
+        frames = conformer_frames(image.flatten(), self.sizing)
+        count = self.sizing.plan(size_of(image)).patches
+        return cut_conformer(frames, count, self.sizing).view(torch.uint8)
+
+
 def patchifier_of(spec: ModelSpec) -> Patchifier:
     """The patchifier for the spec's kind of sizing; subclasses are matched first."""
     match spec.sizing:
@@ -427,6 +438,8 @@ def patchifier_of(spec: ModelSpec) -> Patchifier:
             return WindowPatchifier(spec)
         case ChunkSizing():
             return ChunkPatchifier(spec)
+        case ConformerSizing():
+            return ConformerPatchifier(spec)
         case AudioSizing():
             return AudioPatchifier(spec)
     kind = type(spec.sizing).__name__

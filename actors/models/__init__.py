@@ -1,1 +1,1 @@
-"""Towers of three kinds (packed, tiled, views), the layers that they share, and their weights."""
+"""Towers of four kinds (packed, tiled, views, conformers), their shared layers and weights."""

@@ -234,7 +234,7 @@ class Dummy(Mapping[str, Tensor]):
         if len(shape) > 1:
             values.mul_(values[0].numel() ** -0.5)
         else:
-            values.mul_(0.1).add_(float(name.endswith("weight")))
+            values.mul_(0.1).add_(float(name.endswith(("weight", "running_var"))))
         return values.mul_(0.1) if any(part in name for part in self.faint) else values
 
     def __iter__(self) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from actors.spec.sizing import SMALLEST_BUDGET_TOKENS, Defaults, Largest
 from actors.types import ItemPlan, ProcessorKwargs, Size
@@ -21,9 +21,12 @@ HALVINGS = 3
 """Convolutions of Qwen3-Omni's encoder, each of which skips every other frame."""
 STEP_FRAMES = 1 << HALVINGS
 """From one of its positions to the next."""
-BEYOND = -9.0
-"""In place of values of a frame that is not there, since log-mel values are -1.5 or more. Every
-convolution sees zeros there, where of silence the first one would make other values."""
+BEYOND = -(2.0**14)
+"""In place of values of a frame that is not there: log-mel values are far above, and every dtype of
+a tower holds it exactly. Every convolution sees zeros there, where of silence the first one would
+make other values."""
+Features = Literal["phi4", "parakeet", "gemma4"]
+"""Whose log-mel frames a conformer hears: see media/log_mel.py."""
 MOST_WINDOWS = 64  # of sounds that share a pack
 BUDGET_SECONDS = 30.0
 SOUNDS_PER_BUDGET = 4
@@ -233,6 +236,79 @@ class ChunkSizing(AudioSizing):
         """Every budget in between is a number of whole windows."""
         smallest = SMALLEST_BUDGET_TOKENS // self.window_tokens * self.window_tokens
         return smallest, self.largest_budget
+
+
+@dataclass(frozen=True, slots=True)
+class ConformerSizing(AudioSizing):
+    """As conformers do: each of `halvings` convolutions of three frames skips every other one. A
+    position is a token, and a patch is what it sees: its own frames and, because every convolution
+    looks back, one less before them. So patches need no neighbours."""
+
+    halvings: int
+    features: Features
+    less: int
+    """Samples at the end of a sound that begin no frame."""
+    least_frames: int = 1  # sounds of fewer have no tokens
+    more_frames: int = 0  # after a sound's, that count for its tokens
+
+    @property
+    def stride(self) -> int:
+        """Frames from one position to the next."""
+        return 1 << self.halvings
+
+    @property
+    def seen_frames(self) -> int:
+        return 2 * self.stride - 1
+
+    @property
+    def patch_size(self) -> int:
+        return self.stride * self.hop
+
+    @property
+    def patch_values(self) -> int:
+        return self.seen_frames * self.mels
+
+    @property
+    def window_tokens(self) -> int:
+        return self.window_frames // self.stride
+
+    @property
+    def segment_tokens(self) -> int:
+        return self.window_tokens
+
+    def padded_samples(self, samples: int) -> int:
+        return samples
+
+    def frames(self, samples: int) -> int:
+        frames = max(0, samples - self.less) // self.hop
+        return frames if frames >= self.least_frames else 0
+
+    def beyond(self, frames: int) -> float:
+        return BEYOND
+
+    def plan(self, size: Size) -> ItemPlan:
+        """Of several windows the last is computed whole: it attends to positions beyond the sound,
+        as in transformers."""
+        frames = self.frames(size.width * size.height)
+        tokens = -(-(frames + self.more_frames) // self.stride) if frames else 0
+        if not self.several or tokens <= self.window_tokens:
+            windows, length = int(tokens > 0), tokens
+        else:
+            windows, length = -(-tokens // self.window_tokens), self.window_tokens
+        computed = windows * length
+        return ItemPlan(
+            grid_thw=(windows, 1, length),
+            patches=computed,
+            tokens=tokens,
+            path_tokens=(computed,),
+            frames=windows if self.several else 0,
+        )
+
+    def token_range(self) -> tuple[int, int]:
+        """A window may be longer than BUDGET_SECONDS."""
+        seconds = min(self.most_seconds, BUDGET_SECONDS)
+        largest = self.plan(Size(int(seconds * self.rate), 1)).tokens
+        return min(SMALLEST_BUDGET_TOKENS, largest), SOUNDS_PER_BUDGET * largest
 
 
 def halved(frames: int) -> int:

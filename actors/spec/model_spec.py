@@ -55,8 +55,9 @@ class ModelSpec:
     paths: tuple[str, ...] = ("default",)
     video: VideoSizing | None = None
     """How videos are divided. None: the family, or this checkpoint of it, takes no videos."""
-    fast_blocks: bool = True
-    """Whether the fast form of the blocks has all that these blocks do: see options.block_form."""
+    fast_blocks: bool | None = True
+    """Whether the fast form of the blocks has all that these blocks do: see options.block_form.
+    None: they are no such blocks, and have one form, plain torch."""
     own_sizing: Sizing | None = None
     """That of the checkpoint, where `model.images_kwargs` changes it."""
     vector: bool = False

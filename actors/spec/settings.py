@@ -79,6 +79,14 @@ class ModelSource:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
         return defaults | {key: value for key, value in settings.items() if value is not None}
 
+    def feature_extractor(self) -> Json:
+        """The settings for sounds; transformers 5 saves them in processor_config.json."""
+        together = self.files.read_json("processor_config.json") or {}
+        settings = together.get("feature_extractor")
+        if settings is None:
+            settings = self.files.read_json("preprocessor_config.json")
+        return settings or {}
+
     def video_processor(self) -> Json:
         """The video processor's settings, in transformers' order of precedence.
 

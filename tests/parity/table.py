@@ -97,6 +97,10 @@ FAMILIES = {
     "qwen2_5_omni": "Qwen2.5-Omni",
     "qwen3_omni_moe": "Qwen3-Omni",
     "qwen3_asr": "Qwen3-ASR",
+    "phi4_multimodal-audio": "Phi-4-multimodal audio",
+    "phi4mm-audio": "Phi-4-multimodal audio",
+    "nemotron_h_omni-audio": "Nemotron-H Omni audio",
+    "gemma4-audio": "Gemma 4 audio",
 }
 """The family of each `model_type`; Pixtral's tower and LLaVA-OneVision's own names, both within
 `llava`, have families of their own."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +17,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Qwen3ASRFeatureExtractor, WhisperFeatureExtractor
+from transformers import (
+    Gemma4AudioFeatureExtractor,
+    Gemma4Processor,
+    NemotronH_Omni_Reasoning_V3Processor,
+    ParakeetFeatureExtractor,
+    Phi4MultimodalFeatureExtractor,
+    Qwen3ASRFeatureExtractor,
+    WhisperFeatureExtractor,
+)
 from transformers.models.qwen2_5_omni import processing_qwen2_5_omni
 from transformers.models.qwen3_omni_moe import processing_qwen3_omni_moe
 
@@ -27,12 +37,12 @@ from actors.engine.video_chunks import rows_of
 from actors.errors import CheckpointError, ConfigError
 from actors.families.registry import read
 from actors.families.whisper.tower import audio
-from actors.media.log_mel import log_mel
+from actors.media.log_mel import conformer_frames, cut_conformer, log_mel
 from actors.media.patchify import patchifier_of
 from actors.models.load import family_of, load, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
-from actors.spec.audio import BEYOND, WhisperSizing
+from actors.spec.audio import BEYOND, ConformerSizing, Features, WhisperSizing
 from actors.spec.model_spec import ModelSpec
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, Size
@@ -62,10 +72,51 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
     "qwen2_5_omni": ({"thinker_config": {"audio_config": LARGE | {"n_window": 100}}}, 640),
     "qwen3_omni_moe": ({"thinker_config": {"audio_config": LARGE | {"output_dim": 2048}}}, 648),
     "qwen3_asr": ({"audio_config": {"output_dim": 2048}}, 317),
+    "phi4_multimodal-audio": (
+        {"audio_config": {"bias_max_distance": 500}, "hidden_size": 3072},
+        454,
+    ),
+    "nemotron_h_omni-audio": (
+        {
+            "audio_config": {
+                **{"num_mel_bins": 128, "convolution_bias": False},
+                **{"projection_hidden_size": 4096, "projection_bias": False},
+            },
+            "text_config": {"hidden_size": 2688},
+        },
+        624,
+    ),
+    "gemma4-audio": (
+        {
+            "audio_config": {"use_clipped_linears": True},
+            "text_config": {"hidden_size": 1536},
+            "vision_config": {},
+        },
+        307,
+    ),
 }
 """config.json of whisper-large-v3, Qwen2-Audio-7B, Voxtral-Mini-3B, Qwen2.5-Omni-7B,
-Qwen3-Omni-30B-A3B and Qwen3-ASR-1.7B, as far as it is read, and the millions of weights of their
-encoders and projectors, as transformers counts them."""
+Qwen3-Omni-30B-A3B, Qwen3-ASR-1.7B, Phi-4-multimodal, Nemotron-3-Nano-Omni-30B-A3B and Gemma 4 E2B,
+as far as it is read, and the millions of weights of their encoders and projectors, as transformers
+counts them."""
+HEAD_SIZES = dict.fromkeys(PUBLISHED, 64) | {"nemotron_h_omni-audio": 128, "gemma4-audio": 128}
+
+PHI4MM = {
+    **{"attention_dim": 1024, "attention_heads": 16, "linear_units": 1536, "num_blocks": 24},
+    **{"activation": "swish", "conv_activation": "swish", "conv_glu_type": "swish"},
+    **{"batch_norm": False, "bias_in_glu": True, "causal": True, "chunk_size": -1},
+    **{"depthwise_multiplier": 1, "depthwise_seperable_out_channel": 1024, "kernel_size": 3},
+    **{"ext_pw_kernel_size": 1, "ext_pw_out_channel": 1024, "input_layer": "nemo_conv"},
+    **{"input_size": 80, "time_reduction": 8, "nemo_conv_settings": {"conv_channels": 1024}},
+    "relative_attention_bias_args": {"t5_bias_max_distance": 500, "type": "t5"},
+}
+"""`audio_processor.config` of Phi-4-multimodal as published, in tests of TensorRT-LLM."""
+
+CONFORMERS = {
+    "phi4": ConformerSizing(16000, 160, 512, 80, 4000, 1, math.inf, 3, "phi4", 240),
+    "parakeet": ConformerSizing(16000, 160, 512, 128, 40000, 1, 400, 3, "parakeet", 0, 2, 1),
+    "gemma4": ConformerSizing(16000, 160, 512, 128, 3000, 1, 30, 2, "gemma4", 1),
+}
 
 tokens_of = processing_qwen2_5_omni._get_feat_extract_output_lengths
 tokens_in_windows = processing_qwen3_omni_moe._get_feat_extract_output_lengths
@@ -112,12 +163,27 @@ def test_rows_equal_transformers(pair: Pair, seconds: Sequence[float], spare: in
     check(pair.model_type, ours, exact)
 
 
-@pytest.mark.parametrize("seconds", [3.3 * WINDOW_SECONDS, 6.013, 4.001, 7.5])
+def test_a_pack_does_not_hear_an_earlier_one(pair: Pair) -> None:
+    """Whose positions, and where its sounds end, are still behind its own."""
+    waves = [tones(2.0), tones(2.0, seed=1), tones(1.3, seed=2), tones(0.4, seed=3)]
+    plans, patches = patches_of(pair, waves)
+    budget = sum(plan.path_tokens[0] for plan in plans[:2])
+    graphs = GraphSet(pair.tower, "default", (budget,), Segments(2), Device())
+    graphs.capture(lambda *_: None)
+    graphs.encode(budget, plans[:2], patches[:2])
+    plans, patches, waves = plans[2:], patches[2:], waves[2:]
+    ours = pair.tower.postprocess([graphs.encode(budget, plans, patches)], plans)
+    check(pair.model_type, ours, pair.rows(waves))
+
+
+@pytest.mark.parametrize("seconds", [3.3 * WINDOW_SECONDS, 6.013, 4.001, 7.5, 81.3])
 def test_a_long_sound_is_windows(pair: Pair, seconds: float, tmp_path: Path) -> None:
     """In one pack, and cut into chunks by the engine."""
     sizing = audio(pair.tower.spec)
     if not sizing.several:
         pytest.skip("sounds of one window")
+    if seconds > 40 and sizing.window_seconds < 40:
+        pytest.skip("of several windows whenever shorter")
     wave = tones(seconds)
     (plan,), (patches,) = patches_of(pair, [wave])
     exact, segment = pair.rows([wave]), sizing.segment_tokens
@@ -146,6 +212,43 @@ def test_frames_equal_transformers(seconds: float, mels: int) -> None:
     padded = np.pad(wave, (0, 30 * RATE - len(wave)))
     by_numpy = theirs._np_extract_fbank_features(padded[None], "cpu")
     assert np.abs(ours.numpy() - by_numpy).max() < 1e-4
+
+
+@pytest.mark.parametrize("seconds", [0.031, 0.5, 1.0, 7.003, 30.0])
+@pytest.mark.parametrize("features", CONFORMERS)
+def test_frames_of_conformers_equal_transformers(features: Features, seconds: float) -> None:
+    """And where each position finds its own."""
+    sizing, wave = CONFORMERS[features], tones(seconds)
+    exact, tokens = heard(features, wave)
+    ours = conformer_frames(torch.from_numpy(wave), sizing)
+    assert ours.shape == exact.shape
+    assert (ours - exact).abs().max() < 1e-5
+    assert sizing.plan(Size(len(wave), 1)).tokens == tokens
+    patches = cut_conformer(ours, tokens, sizing).unflatten(1, (sizing.seen_frames, -1))
+    own = patches[:, sizing.stride - 1 :].flatten(0, 1)
+    assert torch.equal(own[: len(ours)], ours)
+    assert bool((own[len(ours) :] == BEYOND).all())
+    assert bool((patches[0, : sizing.stride - 1] == BEYOND).all())
+    assert torch.equal(patches[1:, : sizing.stride - 1], patches[:-1, sizing.stride :])
+
+
+def heard(features: Features, wave: npt.NDArray[np.float32]) -> tuple[Tensor, int]:
+    """Frames of a sound in transformers, and rows by its processor."""
+    asked = {"sampling_rate": RATE, "return_tensors": "pt"}
+    if features == "phi4":
+        found = Phi4MultimodalFeatureExtractor()(wave, **asked)
+        return found.audio_input_features[0], int(found.audio_embed_sizes)
+    if features == "gemma4":
+        found = Gemma4AudioFeatureExtractor()([wave], **asked)
+        mask = found.input_features_mask[0]
+        text = SimpleNamespace(audio_token="1", boa_token="", eoa_token="")
+        counted = Gemma4Processor.replace_audio_token(text, {"input_features_mask": [mask]}, 0)
+        return found.input_features[0, mask], len(counted)
+    found = ParakeetFeatureExtractor(128)(wave, **asked)
+    processor = SimpleNamespace(audio_hop_length=160, audio_subsampling_factor=8)
+    tokens = NemotronH_Omni_Reasoning_V3Processor._estimate_audio_num_embeddings
+    frames = int(found.attention_mask.sum())
+    return found.input_features[0, :frames], tokens(processor, len(wave))
 
 
 def test_rows_are_as_many_as_the_processor_counts() -> None:
@@ -189,19 +292,31 @@ def test_sounds_that_are_too_short_have_no_tokens(tmp_path: Path) -> None:
     assert [sizing.plan(Size(samples, 1)).tokens for samples in (0, 1, 8000)] == [0, 7, 7]
 
 
+@pytest.mark.parametrize(
+    ("features", "samples"), [("phi4", 400), ("parakeet", 320), ("gemma4", 161)]
+)
+def test_the_shortest_sound_of_a_conformer(features: Features, samples: int) -> None:
+    """transformers fails below, or gives what is not finite."""
+    sizing = CONFORMERS[features]
+    counts = [sizing.plan(Size(count, 1)).tokens for count in (0, samples - 1, samples)]
+    assert counts == [0, 0, 1]
+    assert conformer_frames(torch.from_numpy(tones(samples / RATE)), sizing).isfinite().all()
+
+
 @pytest.mark.parametrize("kind", PUBLISHED)
 def test_published_sizes(kind: str, tmp_path: Path) -> None:
     spec, (_, million_parameters) = published(kind, tmp_path), PUBLISHED[kind]
     tokens = [spec.sizing.plan(Size(seconds * RATE, 1)).tokens for seconds in (1, 10, 30)]
     assert tokens == rows()[FAMILIES[kind]].tokens
     family = family_of(spec)
-    assert family.head_size == 64
+    assert family.head_size == HEAD_SIZES[kind]
     assert round(sum(map(prod, family.expected.values())) / 1e6) == million_parameters
 
 
 def published(kind: str, folder: Path) -> ModelSpec:
     config, _ = PUBLISHED[kind]
-    (folder / "config.json").write_text(json.dumps(config | {"model_type": kind}))
+    config = config | {"model_type": kind.removesuffix("-audio")}
+    (folder / "config.json").write_text(json.dumps(config))
     return read(ModelOptions(id=str(folder), load_format="dummy", tower="audio"))
 
 
@@ -224,6 +339,24 @@ def test_asr_as_published_at_first_is_the_same(tmp_path: Path) -> None:
     found = tensors(options, read(options), torch.device("cpu"))
     assert len(found) == len(saved)
     assert torch.equal(found["proj2.weight"], saved["linear_2.weight"])
+
+
+def test_phi4_as_published_is_the_same(tmp_path: Path) -> None:
+    theirs = published("phi4_multimodal-audio", tmp_path)
+    config: dict[str, Any] = {"model_type": "phi4mm", "hidden_size": 3072}
+    config["embd_layer"] = {"audio_embd_layer": {"compression_rate": 8, "use_qformer": False}}
+    config["audio_processor"] = {"name": "cascades", "config": PHI4MM}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio")
+    ours = read(options)
+    assert (ours.sizing, ours.width) == (theirs.sizing, theirs.width)
+    for key, value in theirs.vision.items():
+        assert ours.vision[key] == value, key
+    assert len(family_of(ours).expected) == len(family_of(theirs).expected)
+    config["embd_layer"]["audio_embd_layer"]["use_qformer"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="use_qformer of audio_embd_layer: only False"):
+        read(options)
 
 
 def test_budgets_are_whole_windows(tmp_path: Path) -> None:
@@ -252,6 +385,28 @@ def test_what_is_not_supported_is_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=told):
         read(changed(tmp_path, "whisper-tiny", name, change))
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("phi4_multimodal", {"chunk_size": 18}, "chunk_size of the audio encoder: only -1"),
+        ("phi4_multimodal", {"ext_pw_out_channel": 512}, "ext_pw_out_channel.*: only 1024"),
+        ("nemotron_h_omni", {"scale_input": True}, "scale_input of the audio encoder: only False"),
+        ("nemotron_h_omni", {"conv_kernel_size": 8}, "conv_kernel_size.*: only odd numbers"),
+        ("nemotron_h_omni", {"num_hidden_layers": 10**9}, "1000000000 layers"),
+        ("gemma4", {"attention_context_right": 4}, "attention_context_right.*: only 0"),
+        ("gemma4", {"attention_context_left": 9}, "attention_chunk_size.*: only 8"),
+    ],
+)
+def test_conformers_that_are_not_supported_are_named(
+    kind: str, change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    config, _ = PUBLISHED[f"{kind}-audio"]
+    config = config | {"model_type": kind, "audio_config": config["audio_config"] | change}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=told):
+        family_of(read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio")))
 
 
 @pytest.mark.parametrize(

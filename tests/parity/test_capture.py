@@ -195,7 +195,7 @@ def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Pat
     )
     rows = forwards(options)
     assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
-    if kind == "deepseek_ocr2":
-        return  # its views have one length: its attention reads no segments
+    if kind == "deepseek_ocr2" or kind in checkpoints_audio.CONFORMERS:
+        return  # attention of its own, which reads nowhere where segments end
     with pytest.raises(RuntimeError):  # so does the attention that reads where segments end
         forwards(options, reference=True)

@@ -23,6 +23,7 @@ from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset, preset_names
 from actors.types import Size
 from tests import llama4
+from tests.checkpoints_audio import CONFORMERS
 from tests.gpu import test_whole_towers
 from tests.gpu.towers import FEWER
 from tests.parity.table import FAMILIES as IN_TABLE
@@ -342,7 +343,7 @@ def test_tokens_are_the_processors_and_the_readmes(published: Published) -> None
 
 
 def test_every_model_type_has_its_row_and_every_row_its_proof() -> None:
-    assert set(IN_TABLE) == {"pixtral", "llava_qwen", *readers()}
+    assert set(IN_TABLE) == {"pixtral", "llava_qwen", *readers(), *CONFORMERS}
     proven = {published.row for published in PUBLISHED} | {IN_TABLE[kind] for kind in HEARD}
     assert set(IN_TABLE.values()) == set(rows()) == proven
     assert all(0 < row.error <= TOLERANCE for row in rows().values())

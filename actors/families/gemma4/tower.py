@@ -9,11 +9,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.families.gemma4 import audio
 from actors.models.layers.block import Affine, BlockWeights, Style
 from actors.models.layers.patches import Positions
 from actors.models.layers.weights import (
@@ -50,7 +52,9 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 STANDARD = ("std_bias", "std_scale")
 
 
-def family(spec: ModelSpec) -> Family[PackedParts]:
+def family(spec: ModelSpec) -> Family[Any]:
+    if spec.audio:
+        return audio.family(spec)
     tower, heads = Dimensions.read(spec), int(spec.vision["head_dim"])
     positions = int(spec.vision["position_embedding_size"])
     expected = {

@@ -1,10 +1,15 @@
-"""Nemotron-H Omni, images and videos: transformers.models.nemotron_h_omni."""
+"""Nemotron-H Omni: transformers.models.nemotron_h_omni.
+
+Its vision tower, for images and videos, is RADIO, its audio encoder Parakeet, a conformer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
-from actors.errors import CheckpointError
+from actors.families.whisper.spec import SILENCE
+from actors.spec.audio import ConformerSizing
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly
@@ -23,12 +28,10 @@ FPS, MOST_FRAMES = 2.0, 256
 
 
 def nemotron_h_omni(source: ModelSource) -> ModelSpec:
-    """Under today's names of keys, or those of published files."""
+    """Images and videos, unless `model.tower` says otherwise. Under today's names of keys, or those
+    of published files."""
     if source.options.tower == "audio":
-        raise CheckpointError(
-            f"model.tower is audio, but the audio encoder of {source.options.id!r} is not served: "
-            "it is a conformer with relative positions. The nearest that is served is qwen2_audio"
-        )
+        return sounds(source)
     config, vision = source.config, vision_of(source)
     text = config.get("text_config") or config["llm_config"]
     pixels = {"downsample_ratio": 1 / MERGE, "patch_size": vision["patch_size"]}
@@ -64,6 +67,36 @@ def nemotron_h_omni(source: ModelSource) -> ModelSpec:
     return source.with_video(model, video)
 
 
+def sounds(source: ModelSource) -> ModelSpec:
+    config = source.config
+    given = config.get("audio_config") or config.get("sound_config")
+    if not given:
+        raise ValueError("audio_config: there is none, and so no audio tower")
+    encoder = PARAKEET | given
+    mels, positions = int(encoder["num_mel_bins"]), int(encoder["max_position_embeddings"])
+    only(encoder, FIXED, "the audio encoder")
+    if not int(encoder["conv_kernel_size"]) % 2:
+        raise ValueError("conv_kernel_size of the audio encoder: only odd numbers are supported")
+    only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
+    sizing = ConformerSizing(
+        rate=16000,
+        hop=160,
+        fft=512,
+        mels=mels,
+        window_frames=positions * 2**HALVINGS,
+        stack=1,
+        most_seconds=positions * 2**HALVINGS / 100,
+        halvings=HALVINGS,
+        features="parakeet",
+        less=0,
+        least_frames=2,
+        more_frames=1,
+    )
+    text = config.get("text_config") or config["llm_config"]
+    model = source.spec("nemotron_h_omni", SILENCE, encoder, sizing, text["hidden_size"])
+    return replace(model, fast_blocks=None)
+
+
 def vision_of(source: ModelSource) -> Json:
     """`vision_config`; published ones name the tower's size and state little of it."""
     config, vision = source.config, source.vision
@@ -93,6 +126,22 @@ MODEL_TYPES = {
     "NemotronH_Nano_Omni_Reasoning_V3": nemotron_h_omni,
 }
 REFUSED = {"NemotronH_Nano_VL_V2": "its images are in tiles of a fixed size"}
+HALVINGS = 3
+PARAKEET: Json = {
+    **{"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8},
+    **{"intermediate_size": 4096, "conv_kernel_size": 9, "subsampling_conv_channels": 256},
+    **{"num_mel_bins": 80, "max_position_embeddings": 5000},
+    **{"attention_bias": False, "convolution_bias": True},
+}
+"""transformers' defaults for keys that `audio_config` lacks."""
+FIXED: Json = {
+    **{"hidden_act": "silu", "subsampling_factor": 2**HALVINGS, "scale_input": False},
+    **{"subsampling_conv_kernel_size": 3, "subsampling_conv_stride": 2, "sampling_rate": 16000},
+}
+EXTRACTOR: Json = {
+    **{"sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400},
+    **{"preemphasis": 0.97, "padding_value": 0.0},
+}
 TOWER: Json = {
     **{"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0},
     **{"hidden_act": "gelu", "layer_norm_eps": 1e-6, "use_swiglu_ffn": False, "qkv_bias": True},

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.families.nemotron_h_omni import audio
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Affine, BlocksForm, Style, layer_norm, rms_norm
 from actors.models.layers.patches import (
@@ -69,7 +71,9 @@ class RadioParts:
     is for both. None: the tower takes no videos."""
 
 
-def family(spec: ModelSpec) -> Family[RadioParts]:
+def family(spec: ModelSpec) -> Family[Any]:
+    if spec.audio:
+        return audio.family(spec)
     tower, patch = Dimensions.read(spec), 3 * spec.sizing.patch_size**2
     inner = int(spec.vision["projector_hidden_size"])
     expected = {

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from actors.families.clip.tower import LAST_NORM, NAMES, PATCHES, POOLING, POSITIONS, tower_shapes
+from actors.families.phi4_multimodal import audio
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.models.layers.block import Attend, BlocksForm, Style
 from actors.models.layers.patches import Positions, places
@@ -75,7 +76,9 @@ class Picture(NamedTuple):
     shown_columns: int
 
 
-def family(spec: ModelSpec) -> Family[PhiParts]:
+def family(spec: ModelSpec) -> Family[Any]:
+    if spec.audio:
+        return audio.family(spec)
     tower, named = Dimensions.read(spec, depth="used_layers"), names(spec)
     up, down, separator, newline = (named.get(one, one) for one in PUBLISHED)
     expected = {

@@ -71,11 +71,8 @@ def usual(encoder: Json) -> Json:
 
 
 def feature_extractor(source: ModelSource, encoder: Json) -> Json:
-    """The feature extractor's settings; transformers 5 saves them in processor_config.json."""
-    settings = source.files.read_json("preprocessor_config.json")
-    if settings is None:
-        together = source.files.read_json("processor_config.json") or {}
-        settings = together.get("feature_extractor", {})
+    """The feature extractor's settings, with transformers' defaults."""
+    settings = source.feature_extractor()
     fixed = {"feature_size": int(encoder["num_mel_bins"]), "dither": 0.0, "padding_value": 0.0}
     only(settings, fixed, "the feature extractor")
     return EXTRACTOR | settings

@@ -44,10 +44,12 @@ CPU = {"device": "cpu", "num_gpus": 0}
         ("compile", True, "bfloat16", False, "compile"),
         ("reference", True, "bfloat16", True, "reference"),
         ("reference", False, "float32", False, "reference"),
+        ("auto", True, "bfloat16", None, "reference"),
+        ("reference", True, "bfloat16", None, "reference"),
     ],
 )
 def test_the_form_in_use(
-    asked: BlockChoice, on_cuda: bool, dtype: ModelDtype, fast: bool, form: BlockForm
+    asked: BlockChoice, on_cuda: bool, dtype: ModelDtype, fast: bool | None, form: BlockForm
 ) -> None:
     assert block_form(asked, on_cuda=on_cuda, dtype=dtype, fast=fast) == form
 
@@ -62,6 +64,12 @@ def test_forms_for_cuda_in_16_bits(asked: BlockChoice, on_cuda: bool, dtype: Mod
 def test_a_family_without_the_fast_form() -> None:
     with pytest.raises(ConfigError, match=r"graphs\.blocks is fast.*auto, compile or reference"):
         block_form("fast", on_cuda=True, dtype="bfloat16", fast=False)
+
+
+@pytest.mark.parametrize("asked", ["fast", "compile"])
+def test_a_family_in_plain_torch_only(asked: BlockChoice) -> None:
+    with pytest.raises(ConfigError, match=rf"graphs\.blocks is {asked}.*auto or reference"):
+        block_form(asked, on_cuda=True, dtype="bfloat16", fast=None)
 
 
 def test_each_form_says_its_name() -> None:

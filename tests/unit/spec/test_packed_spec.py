@@ -183,8 +183,11 @@ def test_nemotron_under_the_names_of_published_files(tmp_path: Path) -> None:
     assert registry.read(changed(tmp_path, preset.id, CONFIG, predicts)).vision["final_norm"]
     still = changed(tmp_path, preset.id, VISION, {"video_temporal_patch_size": 4})
     assert registry.read(still).kinds == ("image",)
-    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
-        registry.read(preset.model_copy(update={"tower": "audio"}))
+    sounds = registry.read(preset.model_copy(update={"tower": "audio"}))
+    assert (sounds.kinds, sounds.width) == (("audio",), 2688)
+    silent = changed(tmp_path, preset.id, CONFIG, {"sound_config": None})
+    with pytest.raises(CheckpointError, match="audio_config: there is none, and so no audio tower"):
+        registry.read(silent.model_copy(update={"tower": "audio"}))
 
 
 def test_nemotrons_range_is_not_empty() -> None:
@@ -212,8 +215,6 @@ def test_phi4_under_the_names_of_its_own_code(tmp_path: Path) -> None:
     preset = registry.read(ModelOptions(id="phi4-multimodal", load_format="dummy"))
     assert (model.family, model.sizing) == ("phi4mm", PaddedCrops(14, 2, 448, 16))
     assert (model.vision, model.mean, model.std) == (preset.vision, preset.mean, preset.std)
-    with pytest.raises(CheckpointError, match=r"audio, but the audio encoder .* is a conformer"):
-        registry.read(options.model_copy(update={"tower": "audio"}))
     config["embd_layer"] = {"image_embd_layer": IMAGES | {"hd_transform_order": "glb_sub"}}
     (tmp_path / CONFIG).write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="hd_transform_order of image_embd_layer: only sub"):
