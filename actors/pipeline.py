@@ -48,8 +48,8 @@ from actors.store.kept import (
 )
 from actors.store.nixl import DeviceMemory
 from actors.store.shared_cache import SharedCache, open_store
-from actors.store.shared_memory import INLINE_BYTES, arrays
-from actors.store.writer import RowBatch, RowWriter, as_bytes, converted
+from actors.store.shared_memory import INLINE_BYTES, arrays, here
+from actors.store.writer import RowBatch, RowWriter, as_bytes, converted, tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import Spans
 from actors.types import (
@@ -104,6 +104,8 @@ class Pipeline:
             weakref.WeakValueDictionary()
         )
         """Blocks of `memory` by what determines their rows: ids of equal items share one."""
+        self._filling: dict[tuple[str, ...], asyncio.Task[None]] = {}
+        """Blocks that are being filled from the host, by the same."""
         self._writing_behind = False
         self._closed = False
 
@@ -158,12 +160,11 @@ class Pipeline:
         self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
     ) -> Embedding:
         tokens = None if media.prune else retained_tokens(media.plan, media.evs_rate)
-        block = self._blocks.get((*self.writer.key(media), dtype))
         if hit := self.cache.get(self.writer.key(media), tokens):
             hit = replace(await converted(hit, dtype), source="cache", timings=NO_TIMINGS)
-            return self._kept(media, hit, block) if keep else hit
+            return self._kept_hit(media, hit) if keep else hit
         if hit := await self.writer.from_shared_cache(media, dtype, tokens):
-            return self._kept(media, hit, block) if keep else hit
+            return self._kept_hit(media, hit) if keep else hit
 
         item = await result_of(self.decoder.submit(media))
         self.series.decode_queue_seconds.observe(item.decode_queue_seconds)
@@ -298,19 +299,47 @@ class Pipeline:
 
     async def _block(self, media: Media, item: Item, dtype: Dtype) -> Any:
         """A block with the rows of an encoded item; None: there is no room now."""
-        memory = self.memory
-        assert memory
-        size_bytes = self._size_bytes(item.plan, dtype)
-        while (block := memory.take(size_bytes)) is None:
-            if not self.references.evict_block():
-                return None
-        rows, kind = rows_of(item), getattr(torch, dtype)
-        loop, threads = asyncio.get_running_loop(), self.writer.threads
-        copy = await loop.run_in_executor(threads, memory.fill, block, rows, kind)
+        rows = rows_of(item)
+        if (filled := await self._filled(rows, dtype)) is None:
+            return None
+        block, copy = filled
         if rows.is_cuda and dtype == self.writer.spec.dtype:
             item.rows = copy  # so that what waits to be written takes no other memory
         self._blocks[*self.writer.key(media), dtype] = block
         return block
+
+    async def _filled(self, rows: torch.Tensor, dtype: Dtype) -> tuple[Any, torch.Tensor] | None:
+        """A block with rows, and the rows in it; None: there is no room now."""
+        memory = self.memory
+        assert memory
+        while (block := memory.take(rows.shape[0] * rows.shape[1] * DTYPE_BYTES[dtype])) is None:
+            if not self.references.evict_block():
+                return None
+        loop, threads = asyncio.get_running_loop(), self.writer.threads
+        kind = getattr(torch, dtype)
+        return block, await loop.run_in_executor(threads, memory.fill, block, rows, kind)
+
+    def _kept_hit(self, media: Media, hit: Embedding) -> Embedding:
+        """As `_kept`. Its rows come into a block after the answer, which does not wait for their
+        copy to the device."""
+        key = (*self.writer.key(media), hit.dtype)
+        block = self._blocks.get(key)
+        answer = self._kept(media, hit, block)
+        if block is None and key not in self._filling and self._fits_memory(media, hit.dtype):
+            name = answer.reference.partition(".")[2]
+            self._filling[key] = asyncio.create_task(self._fill(key, hit, name))
+        return answer
+
+    async def _fill(self, key: tuple[str, ...], hit: Embedding, name: str) -> None:
+        """A block for a name, and for those of equal items, with the rows that are on the host."""
+        try:
+            filled = await self._filled(tensor(await here(hit)), hit.dtype)
+            if filled and self.references.give_block(name, filled[0]):
+                self._blocks[key] = filled[0]
+        except Exception as error:  # readers receive the rows as bytes
+            log.warning("rows of a cache could not be copied to the device: %r", error)
+        finally:
+            del self._filling[key]
 
     def _written_later(
         self, media: Media, item: Item, dtype: Dtype, batch: RowBatch, block: Any

@@ -41,6 +41,8 @@ class RowMemory:
         self._allocator = Allocator(len(memory))
         self._lock = Lock()
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
+        # Rows from the host take milliseconds, which those of encoded items do not wait for.
+        self._host_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     @classmethod
     def on_gpu(cls, size_bytes: int, device: torch.device) -> Self:
@@ -81,12 +83,13 @@ class RowMemory:
 
     def fill(self, block: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
         """Copies rows [tokens, width] into a block, converted to `dtype`. The rows must be complete
-        and on the same device; their copy is, when this returns it."""
+        and on the same device or the host; their copy is complete when this returns it."""
         copy = block.view(dtype).view(rows.shape)
-        with torch.cuda.stream(self._stream) if self._stream else nullcontext():
+        stream = self._stream if rows.is_cuda else self._host_stream
+        with torch.cuda.stream(stream) if stream else nullcontext():
             copy.copy_(rows)
-        if self._stream:
-            self._stream.synchronize()
+        if stream:
+            stream.synchronize()
         return copy
 
 

@@ -245,6 +245,14 @@ class References:
                 self._ends[name] = now + self._options.ttl_seconds
         self._report()
 
+    def give_block(self, name: str, block: Any) -> bool:
+        """Gives a block with their rows to all entries of equal items that have none. False: there
+        are none."""
+        equal = self._equal.get(name.partition(".")[0], ())
+        names = [one for one in equal if one not in self._blocks]
+        self._blocks.update(dict.fromkeys(names, block))
+        return bool(names)
+
     def evict_block(self) -> bool:
         """Forgets the oldest block of an entry that nobody holds. False: there is none."""
         oldest = next((name for name in self._blocks if name not in self._holds), None)

@@ -176,6 +176,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "audio_seconds": longest_seconds(spec, options.limits) if spec.audio else 0,
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "processor_kwargs": kwargs_card(options, spec, holds),
+        "preprocess": {"prune": options.preprocess.prune},
         "graphs": {
             "mode": options.graphs.mode,
             "blocks": options.block_form(fast=spec.fast_blocks),

@@ -52,7 +52,7 @@ AHEAD_BYTES = 2**30
 host memory that receives them."""
 PAUSED_SECONDS = 5.0
 """Replicas wait for so long, or longer, for a reader that says nothing (rows/server.py)."""
-LOST = "its rows were lost, so that vLLM's caches may have others in their place"
+LOST = "its rows were lost, so that vLLM's caches may have others in their place: send it again"
 METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
 """Keys of an item that brings neither rows nor pixels."""
 
@@ -62,6 +62,8 @@ class RowsToLoad(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
     """Sent to the workers with a step: under each id, [tokens, width] or where they are."""
 
     rows: dict[str, RowsAt | torch.Tensor] = field(default_factory=dict)
+    again: dict[str, RowsAt | torch.Tensor] = field(default_factory=dict)
+    """Those that replace what vLLM's encoder cache has, if it still has it."""
     memories: dict[int, MemoryHandle] = field(default_factory=dict)
     """Those to have open."""
 
@@ -142,7 +144,10 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.fetches: dict[str, PendingFetch] = {}
         self.failed: set[str] = set()
         self.spoiled: set[str] = set()
-        """Names of embeddings in whose place zeros were sent: vLLM's caches may have them."""
+        """Names of embeddings whose rows were lost: vLLM's caches may have others in their place.
+        Of its prefix cache nobody says for how long, so they stay here; replicas rarely end."""
+        self.renewed: set[tuple[str, str]] = set()
+        """Such a name and a request that computes all of it from rows that were fetched since."""
         self.cached: dict[str, tuple[int, int]] = {}
         """Shapes of what vLLM's encoder cache has from us, but for what it evicts in this step."""
         self.evicting = False
@@ -196,7 +201,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         vLLM's encoder cache has is fetched with what it lacks, for which it may be evicted.
         """
         here, needed = True, still_needed(request, num_computed_tokens)
-        if not self.evicting and needed <= self.cached.keys():
+        if not self.evicting and needed <= self.cached.keys() - self.spoiled:
             needed = set()
         if needed and not self.oldest:
             self.oldest = request.request_id
@@ -204,8 +209,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             if not self.is_reference(feature):
                 continue
             name = feature.identifier
-            if name in self.spoiled:
-                self.fail(request, index, LOST)
+            if name in self.spoiled and not self.renews(request, index, num_computed_tokens):
                 here = False
                 continue
             if name not in needed:
@@ -223,8 +227,27 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
             here = fetch.rows.done() and self.fits(request, index, fetch.rows) and here
+        if here:
+            for index, name in enumerate(one.identifier for one in request.mm_features):
+                fetch = self.fetches.get(name) if name in self.spoiled & needed else None
+                if fetch and request.request_id not in fetch.sent:
+                    self.send(request, index, self.needed.again)
         self.evicting |= here and bool(needed)
         return here
+
+    def renews(self, request: Any, index: int, num_computed_tokens: int) -> bool:
+        """Whether a request computes all of an item that is spoiled. If vLLM may have read it from
+        its prefix cache, it asks again without that; the request fails if this does not help."""
+        feature = request.mm_features[index]
+        one = feature.identifier, request.request_id
+        if one not in self.renewed:
+            if not request.skip_reading_prefix_cache:
+                request.skip_reading_prefix_cache = True
+            elif num_computed_tokens > feature.mm_position.offset:
+                self.fail(request, index, LOST)
+            else:
+                self.renewed.add(one)
+        return one in self.renewed
 
     def room_for(self, request: Any, index: int) -> int | None:
         """The size of an item that may be fetched. vLLM asks for its whole queue: what the oldest
@@ -298,19 +321,30 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if found is None or found.lost:
             found = self.fetched_again(request, index)
         if found and found.shape == shape:
-            self.needed.rows[name] = found.rows
             self.cached[name] = shape
-            fetch = self.fetches[name]
-            self.stats.loaded(found.size_bytes, fetch.time.seconds, found.path)
-            fetch.sent.add(request.request_id)
-            made = LoadingRequest(request, request.num_output_tokens)
-            loading = self.loading.setdefault(request.request_id, made)
-            loading.sent, loading.rows[index] = monotonic(), found
+            self.send(request, index, self.needed.rows)
         else:
             self.needed.rows[name] = torch.zeros(shape, dtype=torch.bfloat16)
             self.cached.clear()  # what else vLLM still has is fetched again
-            self.spoiled.add(name)
+            self.spoil(name)
             self.fail(request, index, LOST)
+
+    def send(self, request: Any, index: int, step: dict[str, RowsAt | torch.Tensor]) -> None:
+        """Sends item `index`, which is here, to the workers with the next step."""
+        name = request.mm_features[index].identifier
+        fetch = self.fetches[name]
+        found = fetch.rows.result()
+        step[name] = found.rows
+        if request.request_id not in fetch.sent:
+            self.stats.loaded(found.size_bytes, fetch.time.seconds, found.path)
+        fetch.sent.add(request.request_id)
+        made = LoadingRequest(request, request.num_output_tokens)
+        loading = self.loading.setdefault(request.request_id, made)
+        loading.sent, loading.rows[index] = monotonic(), found
+
+    def spoil(self, name: str) -> None:
+        self.spoiled.add(name)
+        self.renewed = {one for one in self.renewed if one[0] != name}
 
     def distrust(self, loading: LoadingRequest) -> None:
         """Fails a request whose rows may have been copied after its replica took them back: from a
@@ -320,7 +354,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         for index, fetched in loading.rows.items():
             if fetched.lost:
                 loading.sent = math.inf  # once is enough
-                self.spoiled.add(loading.request.mm_features[index].identifier)
+                self.spoil(loading.request.mm_features[index].identifier)
                 self.fail(loading.request, index, LOST)
 
     def fetched_again(self, request: Any, index: int) -> FetchedRows | None:
@@ -351,6 +385,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def request_finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
         self.loaded(request)
+        self.renewed -= {(one.identifier, request.request_id) for one in request.mm_features}
         return False, None
 
     def loaded(self, request: Any) -> None:
@@ -403,6 +438,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
             self.loader = RowLoader(parallel.rank, torch.device(device()), model.dtype)
         self.loader.follow(metadata.memories)
+        for name in metadata.again.keys() & encoder_cache.keys():
+            encoder_cache[name] = self.loader.load(metadata.again[name])
         for name, rows in metadata.rows.items():
             if name not in encoder_cache:
                 encoder_cache[name] = self.loader.load(rows)

@@ -61,7 +61,8 @@ def keep(visible: str, folder: str, told: Connection) -> None:
     memory = RowMemory.on_gpu(MEMORY_BYTES, device)
     assert memory.handle, "CUDA shares it"
     store = Dictionary(memory)
-    names = [store.keep(pattern(seed, "cuda:0")) for seed in range(ITEMS)]
+    # Every other one from the host, as the rows of a cache.
+    names = [store.keep(pattern(seed, ("cuda:0", "cpu")[seed % 2])) for seed in range(ITEMS)]
     assert store.blocks.keys() == set(names)
     with serving(store, Path(folder)) as (_, place):
         told.send((place, names, memory.handle.check))

@@ -112,6 +112,7 @@ class Request:
     adapter: str = ""
     """Of LoRA, with a colon."""
     num_output_tokens: int = 0
+    skip_reading_prefix_cache: bool = False
 
     @property
     def mm_features(self) -> list[Any]:

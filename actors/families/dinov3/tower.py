@@ -33,7 +33,8 @@ LAST_NORM = "norm"
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
-    return Family(("",), expected(spec), Dimensions.read(spec).head_size, parts, TileTower, UNUSED)
+    head_size = Dimensions.read(spec).rotary_head_size
+    return Family(("",), expected(spec), head_size, parts, TileTower, UNUSED)
 
 
 def names_of(spec: ModelSpec) -> BlockNames:

@@ -34,7 +34,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
     for name, frames in (("spatial_linear", 1), ("temporal_linear", 2)):
         expected |= affine(f"{name}.0", (merged, frames * merged))
         expected |= affine(f"{name}.2", (merged, merged)) | affine(f"{name}.3", (merged,))
-    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, PackedTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:

@@ -69,7 +69,7 @@ def family(spec: ModelSpec) -> Family[Any]:
             expected |= dict.fromkeys(bounds_of(layer, name), ())
     if spec.vision["standardize"]:
         expected |= dict.fromkeys(STANDARD, (tower.width,))
-    size = tower.head_size
+    size = tower.rotary_head_size
     return Family(PREFIXES, expected, size, parts, PackedTower, last_norms=NAMES.after or ())
 
 

@@ -60,7 +60,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         table = (table_side(spec) ** 2, tower.width)
         expected |= affine("post_conv_layernorm", (tower.width,), bias=False)
         expected |= affine("embeddings.position_embedding", table, bias=False)
-    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, PackedTower)
 
 
 def is_ocr(spec: ModelSpec) -> bool:

@@ -61,6 +61,8 @@ def names(spec: ModelSpec) -> list[str]:
 
 def expected(spec: ModelSpec) -> Expected:
     width, out = clip.dimensions(spec).width, row_width(spec)
+    if width % HEAD_SIZE:
+        raise ValueError(f"hidden_size: {width} is not a multiple of {HEAD_SIZE}")
     mlp_width, query = int(spec.vision["qformer_intermediate_size"]), spec.vision["query_side"]
     shapes = clip.layer_shapes(spec) | {"newline": (out,)}
     square = (width, width)

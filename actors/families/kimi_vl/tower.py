@@ -77,7 +77,7 @@ def family(spec: ModelSpec) -> Family[KimiParts]:
         **affine(up, (tower.merged, tower.merged)),
         **affine(down, (spec.width, tower.merged)),
     }
-    return Family(PREFIXES, expected, tower.head_size, parts, KimiTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, KimiTower)
 
 
 def projector(spec: ModelSpec) -> tuple[str, str]:

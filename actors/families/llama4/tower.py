@@ -56,7 +56,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
         **affine("layernorm_post", (tower.width,)),
         **expected_blocks(NAMES, tower.depth, tower.width, tower.mlp_width),
     }
-    return Family(PREFIXES, expected, tower.head_size, parts, TileTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, TileTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:

@@ -43,7 +43,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **affine("mlp.linear_1", (hidden, spec.width * tower.merge_size**2)),
         **affine("mlp.linear_2", (spec.width, hidden)),
     }
-    return Family(PREFIXES, expected, tower.head_size, parts, MiniMaxTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, MiniMaxTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:

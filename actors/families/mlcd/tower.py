@@ -28,7 +28,7 @@ CLASS_PLACE = "class_pos_emb"
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
-    head_size, shapes = clip.dimensions(spec).head_size, expected(spec)
+    head_size, shapes = clip.dimensions(spec).rotary_head_size, expected(spec)
     return Family(PREFIXES, shapes, head_size, parts, TileTower, clip.unused(spec))
 
 

@@ -36,7 +36,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **affine("linear_1", (tower.merged, tower.merged)),
         **affine("linear_2", (spec.width, tower.merged)),
     }
-    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower, UNUSED)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, PackedTower, UNUSED)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:

@@ -56,7 +56,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
     if "projector_epsilon" in spec.vision:
         expected |= affine("norm", (tower.width,), bias=False)
         expected |= affine("patch_merger.merging_layer", (tower.width, tower.merged), bias=False)
-    return Family(PREFIXES, expected, tower.head_size, parts, PixtralTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, PixtralTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:

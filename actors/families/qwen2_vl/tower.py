@@ -62,7 +62,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         for layer in range(tower.depth):
             expected |= affine(f"blocks.{layer}.attn.qkv", (rows, tower.width))
     kind = PackedTower if names is NAMES else WindowedTower
-    return Family(PREFIXES, expected, tower.head_size, parts, kind)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, kind)
 
 
 def names_of(spec: ModelSpec) -> BlockNames:

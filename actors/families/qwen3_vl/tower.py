@@ -42,7 +42,7 @@ OMNI_NAMES = MergerNames("merger_list", "ln_q", "mlp.0", "mlp.2")
 
 
 def family(spec: ModelSpec) -> Family[PackedParts]:
-    head_size = Dimensions.read(spec).head_size
+    head_size = Dimensions.read(spec).rotary_head_size
     return Family(PREFIXES, expected(spec), head_size, parts, PackedTower)
 
 

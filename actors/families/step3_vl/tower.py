@@ -55,13 +55,14 @@ CLASS_TOKENS = 4
 
 
 def family(spec: ModelSpec) -> Family[StepParts]:
-    head_size = Dimensions.read(spec).head_size
+    tower = Dimensions.read(spec)
     if spec.family == "step3p7":
-        return Family(PREFIXES, perception_expected(spec), head_size, perception_parts, StepTower)
+        size = tower.rotary_head_size
+        return Family(PREFIXES, perception_expected(spec), size, perception_parts, StepTower)
     return Family(
         PREFIXES,
         step3_expected(spec),
-        head_size,
+        tower.head_size,
         step3_parts,
         StepTower,
         last_norms=(".layer_norm",),

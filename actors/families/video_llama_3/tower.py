@@ -32,7 +32,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
         **affine(up, (spec.width, tower.width)),
         **affine(down, (spec.width, spec.width)),
     }
-    return Family(PREFIXES, expected, tower.head_size, parts, PackedTower)
+    return Family(PREFIXES, expected, tower.rotary_head_size, parts, PackedTower)
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:

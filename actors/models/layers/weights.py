@@ -46,6 +46,7 @@ class Dimensions:
     heads: int
     patch_size: int
     merge_size: int
+    heads_key: str = "num_attention_heads"
 
     @classmethod
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
@@ -61,11 +62,25 @@ class Dimensions:
                 f"{named['heads']}: {stated['heads']} does not divide {named['width']}, "
                 f"{stated['width']}"
             )
-        return cls(**stated, patch_size=spec.sizing.patch_size, merge_size=spec.sizing.merge_size)
+        sizing, key = spec.sizing, named["heads"]
+        return cls(
+            **stated, patch_size=sizing.patch_size, merge_size=sizing.merge_size, heads_key=key
+        )
 
     @property
     def head_size(self) -> int:
         return self.width // self.heads
+
+    @property
+    def rotary_head_size(self) -> int:
+        """The same, of heads that are rotated by rows and by columns. Raises ValueError."""
+        if self.head_size % 4:
+            raise ValueError(
+                f"{self.heads_key}: each of {self.heads} heads has {self.head_size} of "
+                f"{self.width} values, and rotary embedding of rows and columns needs a multiple "
+                "of 4"
+            )
+        return self.head_size
 
     @property
     def merged(self) -> int:

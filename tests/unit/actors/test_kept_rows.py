@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors.allocator import aligned
 from actors.encoder import KeptRows
 from actors.errors import StartError
 from actors.options import (
@@ -22,6 +23,7 @@ from actors.options import (
     GraphOptions,
     ModelOptions,
     ReferenceOptions,
+    SharedCacheOptions,
     validated,
 )
 from actors.pipeline import Pipeline, open_pipeline, open_row_memory
@@ -53,18 +55,22 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     gate.set()
 
 
-def options(device_bytes: int, cache_bytes: int = 0) -> ActorOptions:
+def options(
+    device_bytes: int, cache_bytes: int = 0, shared: SharedCacheOptions | None = None
+) -> ActorOptions:
     return ActorOptions(
         model=ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"),
         encoder=EncoderOptions(device="cpu", num_gpus=0),
         graphs=GraphOptions(mode="off"),
         references=ReferenceOptions(device_bytes=device_bytes),
-        cache=CacheOptions(max_bytes=cache_bytes),
+        cache=CacheOptions(max_bytes=cache_bytes, shared=shared),
     )
 
 
-def pipeline(device_bytes: int = 2**20, cache_bytes: int = 0) -> Pipeline:
-    found = options(device_bytes, cache_bytes)
+def pipeline(
+    device_bytes: int = 2**20, cache_bytes: int = 0, shared: SharedCacheOptions | None = None
+) -> Pipeline:
+    found = options(device_bytes, cache_bytes, shared)
     spans = open_spans(found.tracing, "encoder")
     return open_pipeline(found, EncoderMetrics(), spans, "one")
 
@@ -179,12 +185,113 @@ def test_ids_of_equal_items_share_a_block(gate: threading.Event) -> None:
         assert bytes(await of.rows(half)) == expected.numpy().tobytes()
         of.free(half)
         (narrow,) = await keep(of, 96, dtype="bfloat16")
-        rows = await of.hold(narrow)
-        assert rows
-        assert rows.memory is None, "the cache has no block of that dtype"
+        assert await in_memory(of, narrow) is None, "the cache has no block of that dtype yet"
         assert not narrow.startswith(half)
 
     of = pipeline(cache_bytes=2**20)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+async def filled(of: Pipeline) -> None:
+    """Waits until blocks have been filled from the host."""
+    async with asyncio.timeout(20):
+        while of._filling:
+            await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_a_cache_come_into_memory_when_an_id_is_asked_for(dtype: Any) -> None:
+    async def run() -> None:
+        assert of.memory
+        for _ in range(2):
+            answer = (await of.encode([media(of, 96)], dtype, 20))[0]
+        assert isinstance(answer, Embedding)
+        assert answer.source == "cache"
+        await filled(of)
+        assert of.memory.taken_bytes == 0, "nobody has asked for an id"
+        names = [*await keep(of, 96, 96, dtype=dtype), *await keep(of, 96, dtype=dtype)]
+        await filled(of)
+        (late,) = await keep(of, 96, dtype=dtype)
+        expected = await by_value(of, late)
+        for name in (*names, late, late.partition(".")[0]):
+            copy = await in_memory(of, name)
+            assert copy is not None
+            assert torch.equal(copy, expected)
+        assert of.memory.taken_bytes == aligned(expected.nbytes), "equal items share a block"
+        for name in (*names, late):
+            of.references.release(name)
+        assert of.memory.taken_bytes == 0
+
+    of = pipeline(cache_bytes=2**20)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_rows_of_a_shared_cache_come_into_memory(tmp_path: Path) -> None:
+    async def run() -> None:
+        source = ""
+        async with asyncio.timeout(20):
+            while source != "cache":  # until it was written
+                answer = (await of.encode([media(of, 96)], "float32", 20))[0]
+                assert isinstance(answer, Embedding)
+                source = answer.source
+        (name,) = await keep(of, 96)
+        await filled(of)
+        copy = await in_memory(of, name)
+        assert copy is not None
+        assert torch.equal(copy, await by_value(of, name))
+
+    of = pipeline(shared=SharedCacheOptions(url=f"file://{tmp_path}"))
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_rows_of_a_cache_move_no_block_that_is_held(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        assert of.memory
+        await of.encode([media(of, width) for width in (96, 128)], "float32", 20)
+        (first,) = await keep(of, 96)
+        await filled(of)
+        hold = await of.hold(first)
+        assert hold
+        (second,) = await keep(of, 128)
+        await filled(of)
+        assert await in_memory(of, second) is None, "no room"
+        assert await of.hold(first) == hold
+        of.free(first)
+        of.free(first)
+        (third,) = await keep(of, 128)
+        of.references.release(third)
+        await filled(of)
+        assert await in_memory(of, first) is None, "the oldest makes room"
+        assert await in_memory(of, second) is not None, "equal to the one that was released"
+        for name in (first, second):
+            of.references.release(name)
+        (gone,) = await keep(of, 96)
+        of.references.release(gone)
+        await filled(of)
+        assert of.memory.taken_bytes == 0
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("no device")
+
+        monkeypatch.setattr(of.memory, "fill", fail)
+        (last,) = await keep(of, 96)
+        await filled(of)
+        assert await in_memory(of, last) is None
+        assert "no device" in caplog.text
+        assert (await by_value(of, last)).shape == (6, 192)
+
+    of = pipeline(8 * 192 * 4, cache_bytes=2**20)
     try:
         asyncio.run(run())
     finally:

@@ -199,6 +199,7 @@ def test_the_plan_of_an_image_that_may_be_pruned_is_that_of_the_whole() -> None:
         options = ServiceOptions(model=MODEL, preprocess=prune)
         async with clients(Service(options, spec, fleet)) as both:
             for one in both:
+                assert (await one.model())["preprocess"] == {"prune": "exact"}
                 plans = await one.plan(sources)
                 left, photo, film = await one.encode(sources, "float32")
                 tokens = [plan.tokens for plan in plans if isinstance(plan, Plan)]

@@ -798,9 +798,12 @@ def test_rows_that_are_lost_once_a_step_needs_them_are_fetched_again_or_fail_the
     assert zeros.shape == rows.shape
     assert not zeros.any()
     assert scheduler.take_unavailable_requests() == {"gone"}
-    assert not ended(scheduler, Request("s", [kept.reference], kept.tokens)), (
-        "caches may hold zeros"
-    )
+    again = Request("s", [kept.reference], kept.tokens)
+    assert not ended(scheduler, again)
+    assert again.skip_reading_prefix_cache, "it may hold zeros"
+    assert scheduler.renewed == {(kept.reference, "s")}
+    scheduler.request_finished(again)
+    assert not scheduler.renewed
 
 
 def test_memory_of_a_replica_that_is_gone_is_closed(halves: Halves, encoders: Encoders) -> None:
@@ -888,8 +891,33 @@ def test_rows_that_a_replica_took_back_before_they_were_copied_fail_their_reques
     assert scheduler.take_unavailable_requests() == {"r"}
     scheduler.request_finished(request)
     assert not scheduler.take_unavailable_requests()
-    again = Request("s", [kept[0].reference], kept[0].tokens)
-    assert not ended(scheduler, again), "caches may hold them"
+    name, tokens = kept[0].reference, kept[0].tokens
+    encoders.memory.fill(encoders.store.blocks[name[8:]], rows[0], torch.bfloat16)
+    again = Request("s", [name], tokens)
+    assert not scheduler.ensure_cache_available(again, tokens), "vLLM's prefix cache may be wrong"
+    assert again.skip_reading_prefix_cache
+    assert ended(scheduler, again)
+    assert torch.equal(bits(step(scheduler, worker, cache=cache)[name]), bits(rows[0])), (
+        "it replaced what vLLM's encoder cache had"
+    )
+    assert ended(scheduler, again)
+    assert not scheduler.build_connector_meta(SimpleNamespace(free_encoder_mm_hashes=[])).again
+    again.num_output_tokens = 1
+    step(scheduler, worker)
+    assert scheduler.ensure_cache_available(again, tokens), "it runs"
+    scheduler.request_finished(again)
+    assert not scheduler.fetches
+    assert not scheduler.renewed
+
+    other = Request("t", [name], tokens, skip_reading_prefix_cache=True)
+    assert not scheduler.ensure_cache_available(other, 1)
+    assert scheduler.take_unavailable_requests() == {"t"}, "other caches may hold them"
+    other = Request("u", [name], tokens, skip_reading_prefix_cache=True)
+    assert ended(scheduler, other)
+    assert not step(scheduler, worker), "vLLM evicted it"
+    scheduler.update_state_after_alloc(other, 0)
+    assert torch.equal(bits(step(scheduler, worker)[name]), bits(rows[0]))
+    scheduler.request_finished(other)
 
 
 def test_a_replica_that_hangs_is_avoided_and_holds_up_no_other(

@@ -18,6 +18,7 @@ from actors.models.load import family_of
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Notes, Preset, preset_names
 from actors.spec.sizing import PackedSizing
+from tests.small_presets import write_small
 
 
 def write(
@@ -158,6 +159,42 @@ def test_a_tower_that_cannot_be(tmp_path: Path, change: dict[str, Any], message:
     vision = Preset("qwen3vl-tiny").files["config.json"]["vision_config"] | {"hidden_size": 64}
     spec = registry.read(write(tmp_path, {"vision_config": vision | change}))
     with pytest.raises(CheckpointError, match=message):
+        family_of(spec)
+
+
+@pytest.mark.parametrize(
+    "preset",
+    [
+        *("qwen2vl-7b", "qwen25vl-7b", "exaone45-33b", "qwen35-27b", "glm41v-9b", "glm-ocr"),
+        *("glm53-flash", "minimax-m3", "ernie45vl-28b", "kimivl-a3b", "kimik25", "llama4-scout"),
+        *("pixtral-12b", "mistral-small31", "lighton-ocr", "paddleocr-vl", "videollama3-7b"),
+        *("gemma4-31b", "dinov3-vitb16", "mlcd-bigg-448", "step3vl-10b"),
+    ],
+)
+def test_heads_that_cannot_be_rotated(tmp_path: Path, preset: str) -> None:
+    write_small(tmp_path, preset)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    vision = config.get("vision_config", config)
+    (key,) = vision.keys() & {"num_heads", "num_attention_heads", "heads", "vt_num_attention_heads"}
+    vision[key] = 32
+    if "head_dim" in vision:
+        vision |= {"num_key_value_heads": 32, "head_dim": 2}
+    file.write_text(json.dumps(config))
+    spec = registry.read(ModelOptions(id=str(tmp_path), load_format="dummy"))
+    named = f"{key.removeprefix('vt_')}: each of 32 heads has 2 of 64 values"
+    with pytest.raises(CheckpointError, match=rf"{named}, and rotary .* needs a multiple of 4"):
+        family_of(spec)
+
+
+def test_a_width_that_the_heads_of_granites_projectors_do_not_divide(tmp_path: Path) -> None:
+    write_small(tmp_path, "granite-vision-4.1-4b")
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    config["vision_config"]["hidden_size"] = 80
+    file.write_text(json.dumps(config))
+    spec = registry.read(ModelOptions(id=str(tmp_path), load_format="dummy"))
+    with pytest.raises(CheckpointError, match="hidden_size: 80 is not a multiple of 64"):
         family_of(spec)
 
 
