@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from secrets import token_hex
 from typing import Any
@@ -32,6 +33,11 @@ RAY = "tests/serve/"
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those come first, because they are the longest piece that is not divided."""
     items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: no later collection of garbage looks at them, a second each time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
