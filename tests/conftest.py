@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from secrets import token_hex
 from typing import Any
@@ -26,22 +27,30 @@ settings.load_profile("project")
 
 
 RAY = "tests/serve/"
-"""The folder of the tests that use the Ray cluster."""
+"""The folder of the tests that use a Ray cluster."""
+LONGEST = RAY + "test_several_nodes.py"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those come first, because they are the longest piece that is not divided."""
-    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+    """Those come first, because their pieces are the longest."""
+    items.sort(key=lambda one: (not one.nodeid.startswith(LONGEST), not one.nodeid.startswith(RAY)))
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay: no later collection of garbage looks at them, a second each time."""
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that use the Ray cluster, then it helps the others."""
+    """A worker runs whole files. The subfolders that use a Ray cluster are one piece, so that
+    `make test` starts one cluster; files beside them may run on that of the other worker."""
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 
     class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(RAY) else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return RAY if "/" in file.removeprefix(RAY) and file.startswith(RAY) else file
 
     return RayTogether(config, log)

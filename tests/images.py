@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from functools import cache
 from io import BytesIO
 from pathlib import Path
 
@@ -28,7 +29,9 @@ def photograph(name: str) -> bytes:
     return (FOLDER / name).read_bytes()
 
 
+@cache
 def opened(name: str = "coffee.png") -> Image.Image:
+    """Shared: not to be changed in place."""
     return Image.open(FOLDER / name).convert("RGB")
 
 
@@ -43,10 +46,12 @@ def encoded(image: Image.Image, format: str, orientation: int = 0, **options: ob
     return file.getvalue()
 
 
+@cache
 def jpeg(width: int, height: int, name: str = "coffee.png") -> bytes:
     return encoded(opened(name).resize((width, height)), "JPEG", quality=90)
 
 
+@cache
 def animated(format: str, frames: int) -> bytes:
     image = opened().resize((60, 40))
     turned = [image.rotate(5 * i) for i in range(frames)]

@@ -82,7 +82,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "nemotron-3-nano-omni": LAYERS | {"mlp_ratio": 2.0, "max_img_size": 256},
     "llava-onevision-7b": LAYERS | {"intermediate_size": 128, "image_size": 90},
     "paligemma2-3b": LAYERS | {"intermediate_size": 128, "image_size": 84},
-    "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96},
+    "janus-pro-1b": LAYERS | {"mlp_ratio": 2.0, "image_size": 96, "projection_dim": 96},
     "aya-vision-8b": LAYERS | {"intermediate_size": 128, "image_size": 84},
     "command-a-vision": LAYERS | {"intermediate_size": 128, "image_size": 96},
     "ovis2-2b": LAYERS | {"intermediate_size": 128, "image_size": 84, "vocab_size": 128},
@@ -113,7 +113,7 @@ TOP_LEVEL: dict[str, dict[str, Any]] = {
         }
     },
     "nemotron-3-nano-omni": {"vit_hidden_size": 64, "projector_hidden_size": 128},
-    "minimax-m3": {"projector_hidden_size": 80, "text_config": {"hidden_size": 96}},
+    "minimax-m3": {"projector_hidden_size": 80},
     "aya-vision-8b": {"alignment_intermediate_size": 128},
     "lfm25vl-1.6b": {"projector_hidden_size": 128},
     "command-a-vision": {"alignment_intermediate_size": 128},
@@ -133,6 +133,9 @@ LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) 
 }
 """Presets whose `longest_edge` is a side; of the others it is an area."""
 
+ROW_WIDTH = 96
+"""Of the language model, which would make the heads larger than the rest of the tower."""
+
 
 def write_small(folder: Path, preset: str) -> Path:
     """A folder with the JSON files of a preset whose tower is small."""
@@ -143,6 +146,10 @@ def write_small(folder: Path, preset: str) -> Path:
     whole = vision.get("image_size")
     vision |= SMALL[preset]
     config |= TOP_LEVEL.get(preset, {})
+    for text in config.keys() & {"text_config", "llm_config"}:
+        config[text]["hidden_size"] = ROW_WIDTH
+    if vision is not config:
+        config |= dict.fromkeys(config.keys() & {"hidden_size", "projection_dim"}, ROW_WIDTH)
     processor: Any = files.get("preprocessor_config.json")
     if side := SIZES.get(preset):
         for settings in (processor, files.get("video_preprocessor_config.json", {})):

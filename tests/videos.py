@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cache
 from io import BytesIO
 from typing import cast
 
@@ -25,8 +26,12 @@ def patchify_video(spec: ModelSpec, clip: Clip, frames: Iterable[Tensor]) -> Ite
 
 def picture(index: int, width: int, height: int) -> Pixels:
     """Frame `index` of a moving photograph, uint8 [height, width, 3]."""
-    whole = np.array(opened().resize((2 * width, 2 * height)))
-    return np.roll(whole, (3 * index, 5 * index), (0, 1))[:height, :width]
+    return np.roll(scene(2 * width, 2 * height), (3 * index, 5 * index), (0, 1))[:height, :width]
+
+
+@cache
+def scene(width: int, height: int) -> Pixels:
+    return np.array(opened().resize((width, height)))
 
 
 def numbered(index: int, width: int, height: int) -> Pixels:
@@ -45,6 +50,7 @@ def number(pixels: Pixels) -> int:
     return sum(int(value > 127) << bit for bit, value in enumerate(middle[:8]))
 
 
+@cache
 def video(
     frames: int,
     *,

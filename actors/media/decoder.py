@@ -220,6 +220,7 @@ class Decoder:
         self._changed = Condition(self._lock)  # `_started` or `_failure`
         self._waiting: deque[Job] = deque()
         self._idle: list[Condition] = []  # of each thread that waits for jobs
+        self._woken = 0  # threads that were told of a job and have not looked yet
         self._started = 0
         self._closing = False
         self._failure: ServiceError | None = None  # why no process decodes any more
@@ -268,7 +269,7 @@ class Decoder:
             job = Job(media, size_bytes)
             self._waiting.append(job)
             if self._idle:
-                self._idle.pop().notify()  # the process that worked last: its caches are warm
+                self._wake()
         return job
 
     def alive(self) -> bool:
@@ -358,7 +359,7 @@ class Decoder:
         turn = Condition(self._lock)
         with self._changed:
             while True:
-                if process.jobs and self._idle:
+                if process.jobs and (self._idle or self._woken):
                     return []  # others have nothing to do
                 chunk = self._take(process, slab)
                 done = not self._waiting and (self._closing or self._failure)
@@ -368,11 +369,17 @@ class Decoder:
                 turn.wait(ROOM_SECONDS if self._waiting else None)
                 if turn in self._idle:  # not woken
                     self._idle.remove(turn)
+                else:
+                    self._woken -= 1
+
+    def _wake(self) -> None:
+        self._idle.pop().notify()  # the process that worked last: its caches are warm
+        self._woken += 1
 
     def _wake_all(self) -> None:
         self._changed.notify_all()
         while self._idle:
-            self._idle.pop().notify()
+            self._wake()
 
     def _take(self, process: DecodeProcess, slab: Slab) -> list[Job]:
         """Jobs for one message, each with a block of the slab. Empty: none waits, or no room."""

@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 SLOWER = 4
 TOKEN_SECONDS = 2e-4
 """Of the encoders that are not slowed down; the real work on top of it is a fraction."""
-CALLERS, REQUESTS = 4, 100
+CALLERS, REQUESTS = 4, 25
 SAME = 8
 """Of each image in a request that several pools share."""
 
@@ -69,7 +69,7 @@ class Unmeasured(Unequal):
 
 
 def served(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, encoder: type) -> tuple[float, float]:
-    """The slow encoder's share of the patches, and the p99 of requests in seconds."""
+    """The slow encoder's share of the patches, and the p95 of requests in seconds."""
     monkeypatch.setattr(app, "Encoder", encoder)
     sections: dict[str, Any] = {
         "encoder": ARGS["encoder"] | {"replicas": 3},
@@ -97,7 +97,7 @@ def served(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, encoder: type) -> 
         patches = series(cluster, "encoder_patches_total")
         slower = series(cluster, "encoder_measured_seconds", of="slower")
     (slow,) = (replica for replica, times in slower.items() if times == SLOWER)
-    return patches[slow] / sum(patches.values()), taken[int(0.99 * len(taken))]
+    return patches[slow] / sum(patches.values()), taken[int(0.95 * len(taken))]
 
 
 def series(cluster: Cluster, name: str, **labels: str) -> dict[str, float]:
@@ -185,7 +185,7 @@ def test_a_slow_encoder_gets_less_by_seconds_and_nobody_waits_for_it(
 ) -> None:
     by_patches = served(cluster, monkeypatch, Unmeasured)
     by_seconds = served(cluster, monkeypatch, Unequal)
-    for name, (share, p99) in (("patches", by_patches), ("seconds", by_seconds)):
-        print(f"by {name}: {share:.0%} of the patches on the slow encoder, p99 {p99:.2f} s")
+    for name, (share, p95) in (("patches", by_patches), ("seconds", by_seconds)):
+        print(f"by {name}: {share:.0%} of the patches on the slow encoder, p95 {p95:.2f} s")
     assert by_seconds[0] < 0.75 * by_patches[0]
     assert by_seconds[1] < by_patches[1]

@@ -176,7 +176,7 @@ class Collector(BaseHTTPRequestHandler):
 
 def test_a_collector_gets_them_over_http() -> None:
     server = HTTPServer(("127.0.0.1", 0), Collector)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
     endpoint = f"http://127.0.0.1:{server.server_port}/v1/traces"
     options = TracingOptions(export="otlp", endpoint=endpoint)
     try:

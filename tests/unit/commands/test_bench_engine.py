@@ -14,12 +14,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from actors.engine.device import Device
 from actors.families.registry import read
 from actors.options import ModelOptions
+from actors.spec.checkpoint import Preset
 from actors.types import ItemPlan, Size
 from encoder_service import cli
 from encoder_service.bench import report
 from encoder_service.bench.engine import WARM_UPS, timed
 from encoder_service.bench.reference import relative_error
 from encoder_service.bench.report import MIXED
+from tests.small_presets import write_small
 
 TINY = ["bench", "engine", "--model", "qwen3vl-tiny", "--device", "cpu"]
 BRIEF = ["--repeats", "1"]
@@ -116,7 +118,8 @@ def test_pruned_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert (pruned["items"], pruned["tokens"], pruned["patches"]) == (1, 41, 164)
     assert pruned["figures"][0]["budgets"] == [64]
     assert whole["tokens"] == 10
-    windowed = ["bench", "engine", "--model", "qwen25vl-7b", "--device", "cpu"]
+    small = str(write_small(tmp_path, "qwen25vl-7b"))
+    windowed = ["bench", "engine", "--model", small, "--device", "cpu"]
     assert cli.main([*windowed, "--workload", "64x64@0.5"]) == 1
     assert "which the family qwen2_5_vl does not have" in capsys.readouterr().err
     for wrong in ("64x64@0.0", "64x64@1.5", "64x64@"):
@@ -125,8 +128,12 @@ def test_pruned_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "figures.json"
-    hearing = ["bench", "engine", "--model", "whisper-tiny", "--device", "cpu", *BRIEF]
+    files, file = Preset("whisper-tiny").files, tmp_path / "figures.json"
+    files["config.json"] |= {"d_model": 64, "encoder_layers": 2, "encoder_ffn_dim": 128}
+    files["config.json"]["encoder_attention_heads"] = 2
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    hearing = ["bench", "engine", "--model", str(tmp_path), "--device", "cpu", *BRIEF]
     what = ["--workload", "0.5s*2", "--modes", "eager", "budget", "--json", str(file)]
     assert cli.main([*hearing, *what]) == 0
     (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
@@ -134,13 +141,14 @@ def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     eager, budget = workload["figures"]
     assert (eager["budgets"], budget["budgets"]) == ([], [3000])
     assert cli.main([*hearing, "--workload", "64x64"]) == 1
-    assert "--workload 64x64: whisper-tiny takes sounds" in capsys.readouterr().err
+    assert f"--workload 64x64: {tmp_path} takes sounds" in capsys.readouterr().err
     assert cli.main([*hearing, "--workload", "31s"]) == 1
-    assert "--workload 31s: whisper-tiny takes at most 30 s" in capsys.readouterr().err
+    assert f"--workload 31s: {tmp_path} takes at most 30 s" in capsys.readouterr().err
     assert cli.main([*hearing, "--workload", "0.00001s"]) == 1
     assert "--workload 0.00001s: a sound has no sample" in capsys.readouterr().err
     assert cli.main([*hearing, "--every-budget"]) == 1
-    assert "--every-budget times an image, and whisper-tiny takes sounds" in capsys.readouterr().err
+    refused = f"--every-budget times an image, and {tmp_path} takes sounds"
+    assert refused in capsys.readouterr().err
     assert cli.main([*hearing, "--profile", "1x336"]) == 1
     assert "--profile 1x336: the workloads are 1x5s" in capsys.readouterr().err
     assert cli.main([*TINY, "--workload", "1x30s"]) == 1

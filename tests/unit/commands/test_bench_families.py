@@ -71,7 +71,7 @@ def test_what_images_of_every_family_take_is_measured_at_start(
 def test_all_goes_on_after_a_model_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured = []
+    measured, released = [], []
 
     def run(model: str, *_: object) -> ModelReport:
         if model == "gemma3-4b":
@@ -80,8 +80,10 @@ def test_all_goes_on_after_a_model_that_fails(
         return ModelReport(model, "transformers", [], [])
 
     monkeypatch.setattr(engine, "run", run)
+    monkeypatch.setattr(engine, "release", released.append)
     assert cli.main(["bench", "engine", *BRIEF, "--model", "all"]) == 1
     assert measured == [name for name in bench.full_size() if name != "gemma3-4b"]
+    assert len(released) == len(bench.full_size())
     assert "step3-321b" in measured
     assert "qwen3vl-tiny" not in measured
     assert "FAILED: gemma3-4b" in capsys.readouterr().out

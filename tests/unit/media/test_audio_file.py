@@ -97,13 +97,13 @@ def test_front_door_and_decoder_agree() -> None:
 
 def test_what_is_too_long_is_refused_before_it_is_decoded() -> None:
     """Also before its packets are read to the end."""
-    hour = sound(np.zeros(8000 * 3600, np.float32), "mp3", 8000)
-    started = time.perf_counter()
+    long = sound(np.zeros(8000 * 1200, np.float32), "mp3", 8000)
+    started = time.process_time()
     with pytest.raises(
         TooLarge, match="longer than 30 s, the most that whisper-tiny takes: cut it"
     ):
-        probe(hour, "audio", MODEL, LimitOptions())
-    assert time.perf_counter() - started < 0.5
+        probe(long, "audio", MODEL, LimitOptions())
+    assert time.process_time() - started < 0.05, "to decode it takes 0.15 s"
     with pytest.raises(TooLarge, match=r"longer than 2 s.*limits\.max_audio_seconds"):
         probe(sound(tones(2.1)), "audio", MODEL, LimitOptions(max_audio_seconds=2))
 

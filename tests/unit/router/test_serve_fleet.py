@@ -15,7 +15,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
 
 from actors.errors import InvalidMedia, NotFound, Unavailable
 from actors.rows.protocol import RowsPlace
-from actors.rpc.server import Endpoint, ReplicaServer
+from actors.rpc.server import TICKETS, Endpoint, ReplicaServer
 from actors.store.kept import Kept
 from actors.types import Cost, Embedding, Reply, SharedBytes
 from router.replicas import serve_fleet
@@ -97,6 +97,7 @@ async def served(
         yield encoder, handle, fleet
         PUBLISHED[DEPLOYMENT] = {}
         fleet.reports()
+        TICKETS.clear()  # `Handle` exchanges none, and the server would wait for that
         await server.stop(SECONDS)
 
 

@@ -41,7 +41,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "redis":
         (port,) = free_ports(1)
         server = TcpFakeServer(("127.0.0.1", port))
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=[0.01])
         thread.start()
         yield f"redis://127.0.0.1:{port}/0"
         server.shutdown()
