@@ -145,8 +145,9 @@ def test_the_latest_have_room_but_what_is_held_stays(gate: threading.Event) -> N
         rows = await of.hold(held)
         assert rows
         (second,) = await keep(of, 96)
+        await by_value(of, second)  # written, so that nothing else needs its block
         (third,) = await keep(of, 128)
-        await by_value(of, third)  # written, so that nothing else needs a block
+        await by_value(of, third)
         found = [await in_memory(of, name) for name in (held, second, third)]
         assert [one is not None for one in found] == [True, False, True]
         again = await of.hold(held)
