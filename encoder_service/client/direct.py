@@ -12,12 +12,11 @@ from typing import Any
 
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader, RowsRefused
-from actors.types import DTYPE_BYTES
 from encoder_service.client.items import ServiceError
 from encoder_service.client.receiving import uninitialised
 from encoder_service.client.transports import Transport
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import Document
+from encoder_service.wire.formats import WIDTHS, Document
 
 CONNECTIONS = 4
 """To one replica, which takes 128 in all."""
@@ -122,7 +121,7 @@ class ReplicaRows:
 
 def take_all(reader: RowsReader, items: Sequence[Document]) -> None:
     for item in items:
-        size_bytes = math.prod(item["shape"]) * DTYPE_BYTES[item["dtype"]]
+        size_bytes = math.prod(item["shape"]) * WIDTHS[item["dtype"]]
         data = uninitialised(None, size_bytes)
         reader.take(item["reference"].partition(".")[2], memoryview(data))
         del item["reference"]
