@@ -1,0 +1,79 @@
+// The inputs of attention_fp8.cu: rotates queries and keys, and writes both and the values in e4m3.
+// ROTARY, SIZE and the scales QK_SCALE and V_SCALE are defined by attention_fp8.py.
+//
+// Each block takes 32 tokens, so that a sector of transposed values is one block's. A thread keeps
+// the angles of four pairs of columns of one token, for all heads.
+
+constexpr int HALF = SIZE / 2, PARTS = HALF / 4, TOKENS = 32, THREADS = TOKENS * PARTS;
+constexpr int PITCH = SIZE > 64 ? 80 : 64;
+constexpr int QUADS = (SIZE + 15) / 16;  // of 4 x 4 columns
+
+DEVICE u32 codes(float a, float b, float c, float d) {
+    u32 all;
+    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+        "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}"
+        : "=r"(all) : "f"(a), "f"(b), "f"(c), "f"(d));
+    return all;
+}
+
+DEVICE void unpack(float (&to)[4], const ELEMENT* from) {
+    uint2 both = *(const uint2*)from;
+    to[0] = low(both.x), to[1] = high(both.x), to[2] = low(both.y), to[3] = high(both.y);
+}
+
+DEVICE void load4(float (&to)[4], const float* from) {
+    float4 all = *(const float4*)from;
+    to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    prepare(const ELEMENT* qkv, const float* cos, const float* sin, unsigned char* qk,
+            unsigned char* v, int rows, int heads, int columns) {
+    depend_wait();
+    int begin = blockIdx.x * TOKENS, token = begin + threadIdx.x / PARTS;
+    int part = threadIdx.x % PARTS;
+    if (token < rows) {
+        float c[4] = {1, 1, 1, 1}, s[4] = {0, 0, 0, 0};
+        if (ROTARY) {
+            load4(c, cos + (long long)token * HALF + part * 4);
+            load4(s, sin + (long long)token * HALF + part * 4);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[i] *= QK_SCALE, s[i] *= QK_SCALE;
+        const ELEMENT* from = qkv + (long long)token * 3 * heads * SIZE + part * 4;
+        unsigned char* to = qk + (long long)token * 2 * heads * PITCH + part * 4;
+#pragma unroll 4
+        for (int i = 0; i < 2 * heads; i++, from += SIZE, to += PITCH) {
+            float a[4], b[4], x[4], y[4];
+            unpack(a, from);
+            unpack(b, from + HALF);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                x[j] = a[j] * c[j] - b[j] * s[j];
+                y[j] = b[j] * c[j] + a[j] * s[j];
+            }
+            *(u32*)to = codes(x[0], x[1], x[2], x[3]);
+            *(u32*)(to + HALF) = codes(y[0], y[1], y[2], y[3]);
+            if (SIZE == 72 && part < 2) *(u32*)(to + SIZE) = 0;
+        }
+    }
+    int lane = threadIdx.x % 32;
+    token = begin + lane / 4 * 4;
+#pragma unroll 2
+    for (int i = threadIdx.x / 32; i < heads * QUADS; i += THREADS / 32) {
+        int head = i / QUADS, column = (i % QUADS * 4 + lane % 4) * 4;
+        if (column >= SIZE) continue;
+        float x[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            int row = min(token + j, rows - 1);
+            unpack(x[j], qkv + ((long long)row * 3 * heads + 2 * heads + head) * SIZE + column);
+#pragma unroll
+            for (int k = 0; k < 4; k++) x[j][k] *= V_SCALE;
+        }
+        unsigned char* to = v + (long long)(head * SIZE + column) * columns + token;
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+            *(u32*)(to + (long long)k * columns) = codes(x[0][k], x[1][k], x[2][k], x[3][k]);
+    }
+}
