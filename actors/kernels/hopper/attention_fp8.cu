@@ -14,8 +14,6 @@
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
 constexpr int REST = SIZE > 64;
 constexpr int PITCH = REST ? 80 : 64;  // bytes of a head of queries or keys
-constexpr int TOGETHER = GROUPS * CLUSTER;
-constexpr int EVEN_STRIPS = 8;
 constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
 constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 constexpr int V_BYTES = COLUMNS * KEYS, K_BYTES = KEYS * 64, REST_BYTES = REST * KEYS * 16;
@@ -24,55 +22,6 @@ constexpr int WARPS = 4 * GROUPS;
 constexpr u32 K_WORD = 0x80000020, V_WORD = KEYS == 128 ? 0x40000040 : K_WORD, REST_WORD = 8;
 constexpr float UNIT = 0.126953125f;  // of an octave in scores: 8 / 63, as 1/8 + 1/512
 constexpr float TOP = 2 - HEADROOM * UNIT;
-
-struct Plan {
-    int heads, crew, crews;
-    int whole, share, items;
-    int even;
-    DEVICE Plan(const int4* table, int heads)
-        : heads(heads), crew(blockIdx.x / CLUSTER), crews(gridDim.x / CLUSTER) {
-        int4 counts = __ldg(table);
-        int parts = max(crews / heads, 1), strips = (counts.y + parts - 1) / parts;
-        even = strips % TOGETHER == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
-        if (strips == 0) even = 0;
-        int all = (even ? parts : counts.x) * heads, left = all % crews;
-        whole = all - left;
-        share = crews / max(left, 1);
-        items = whole + left * share;
-    }
-    DEVICE int at(int item) const {
-        return item < whole ? item : whole + (item - whole) / share;
-    }
-    DEVICE int4 entry(const int4* table, int item) const {
-        int4 found = __ldg(table + 1 + (item < items && !even ? at(item) / heads : 0));
-        if (even) found.w = even;
-        return found;
-    }
-};
-
-struct Work {
-    int start, end, row, head, strips;
-    DEVICE Work(const Plan& plan, int item, const int4& entry) {
-        start = entry.x;
-        end = entry.y;
-        int tiles = entry.w & 0xffff, most = entry.w >> 16;
-        int within = plan.at(item) - entry.z * plan.heads;
-        head = within / tiles;
-        row = start + within % tiles * most * 64;
-        strips = max(min(most, (end - row + 63) / 64), 0);
-        if (item >= plan.whole) {
-            int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
-            strips = strips * (part + 1) / plan.share - first;
-            row += first * 64;
-        }
-    }
-    DEVICE int first(int rank, int group, int turn) const {
-        return (rank * GROUPS + group + TOGETHER - turn) % TOGETHER;
-    }
-    DEVICE int next(int turn) const { return (turn + strips) % TOGETHER; }
-    DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
-    DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
-};
 
 #if DUMP
 __device__ float dumped_s[64 * KEYS], dumped_o[64 * COLUMNS];
@@ -450,20 +399,6 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
         }
         place.next();
     }
-}
-
-template <int M>
-DEVICE void hold(u32 (&values)[M]) {
-#pragma unroll
-    for (int i = 0; i < M; i++) asm volatile("" : "+r"(values[i])::"memory");
-}
-
-DEVICE void my_turn(int group) {
-    meet<256>(8 + group);
-}
-
-DEVICE void next_turn(int group) {
-    asm volatile("bar.arrive %0, 256;" ::"r"(8 + (group + 1) % GROUPS) : "memory");
 }
 
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[12],

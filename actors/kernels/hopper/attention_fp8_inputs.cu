@@ -1,7 +1,8 @@
-// The inputs of attention_fp8.cu: rotates queries and keys, and writes both and the values in e4m3.
-// ROTARY, SIZE and the scales QK_SCALE and V_SCALE are defined by attention_fp8.py.
+// The inputs of attention_fp8.cu. Of `chosen` tokens it writes queries, keys and values in e4m3;
+// queries and keys of the others are rotated in place, for attention in 16 bits. attention_fp8.py
+// defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
 //
-// Each block takes 32 tokens, so that a sector of transposed values is one block's. A thread keeps
+// A block takes 32 tokens, so that it fills whole sectors of the transposed values. A thread keeps
 // the angles of four pairs of columns of one token, for all heads.
 
 constexpr int HALF = SIZE / 2, PARTS = HALF / 4, TOKENS = 32, THREADS = TOKENS * PARTS;
@@ -26,39 +27,59 @@ DEVICE void load4(float (&to)[4], const float* from) {
     to[0] = all.x, to[1] = all.y, to[2] = all.z, to[3] = all.w;
 }
 
+DEVICE void rotated(float (&x)[4], float (&y)[4], const float (&c)[4], const float (&s)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        float first = x[j];
+        x[j] = first * c[j] - y[j] * s[j];
+        y[j] = y[j] * c[j] + first * s[j];
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
-    prepare(const ELEMENT* qkv, const float* cos, const float* sin, unsigned char* qk,
-            unsigned char* v, int rows, int heads, int columns) {
+    prepare(ELEMENT* qkv, const float* cos, const float* sin, const unsigned char* chosen,
+            unsigned char* qk, unsigned char* v, int rows, int heads, int columns) {
     depend_wait();
     int begin = blockIdx.x * TOKENS, token = begin + threadIdx.x / PARTS;
     int part = threadIdx.x % PARTS;
-    if (token < rows) {
+    if (token < rows && (ROTARY || chosen[token])) {
         float c[4] = {1, 1, 1, 1}, s[4] = {0, 0, 0, 0};
         if (ROTARY) {
             load4(c, cos + (long long)token * HALF + part * 4);
             load4(s, sin + (long long)token * HALF + part * 4);
         }
+        ELEMENT* from = qkv + (long long)token * 3 * heads * SIZE + part * 4;
+        if (chosen[token]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) c[i] *= QK_SCALE, s[i] *= QK_SCALE;
-        const ELEMENT* from = qkv + (long long)token * 3 * heads * SIZE + part * 4;
-        unsigned char* to = qk + (long long)token * 2 * heads * PITCH + part * 4;
+            for (int j = 0; j < 4; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
+            unsigned char* to = qk + (long long)token * 2 * heads * PITCH + part * 4;
 #pragma unroll 4
-        for (int i = 0; i < 2 * heads; i++, from += SIZE, to += PITCH) {
-            float a[4], b[4], x[4], y[4];
-            unpack(a, from);
-            unpack(b, from + HALF);
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                x[j] = a[j] * c[j] - b[j] * s[j];
-                y[j] = b[j] * c[j] + a[j] * s[j];
+            for (int i = 0; i < 2 * heads; i++, from += SIZE, to += PITCH) {
+                float x[4], y[4];
+                unpack(x, from);
+                unpack(y, from + HALF);
+                rotated(x, y, c, s);
+                *(u32*)to = codes(x[0], x[1], x[2], x[3]);
+                *(u32*)(to + HALF) = codes(y[0], y[1], y[2], y[3]);
+                if (SIZE == 72 && part < 2) *(u32*)(to + SIZE) = 0;
             }
-            *(u32*)to = codes(x[0], x[1], x[2], x[3]);
-            *(u32*)(to + HALF) = codes(y[0], y[1], y[2], y[3]);
-            if (SIZE == 72 && part < 2) *(u32*)(to + SIZE) = 0;
+        } else {
+#pragma unroll 4
+            for (int i = 0; i < 2 * heads; i++, from += SIZE) {
+                float x[4], y[4];
+                unpack(x, from);
+                unpack(y, from + HALF);
+                rotated(x, y, c, s);
+                *(uint2*)from = make_uint2(pair(x[0], x[1]), pair(x[2], x[3]));
+                *(uint2*)(from + HALF) = make_uint2(pair(y[0], y[1]), pair(y[2], y[3]));
+            }
         }
     }
     int lane = threadIdx.x % 32;
     token = begin + lane / 4 * 4;
+    bool any = false;
+    for (int j = 0; j < 4; j++) any |= token + j < rows && chosen[token + j];
+    if (!any) return;
 #pragma unroll 2
     for (int i = threadIdx.x / 32; i < heads * QUADS; i += THREADS / 32) {
         int head = i / QUADS, column = (i % QUADS * 4 + lane % 4) * 4;
