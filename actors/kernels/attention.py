@@ -162,7 +162,8 @@ def choose(
         kernels = kernels_for(device, dtype, head_size)
         if not kernels:
             return TritonAttention()
-        return HopperAttention(kernels, head_size, long_kernels(device, head_size) if fp8 else None)
+        long = long_kernels(device, dtype, head_size) if fp8 else None
+        return HopperAttention(kernels, head_size, long)
     if captured:
         raise StartError(
             f"model.dtype is {str(dtype).removeprefix('torch.')}, and attention heads have "

@@ -21,9 +21,9 @@ from actors.kernels import Shapes, Values
 from actors.kernels.gemm.fp8 import LARGEST
 
 CAPABILITY = (9, 0)
-HEAD_SIZES = (64, 72, 80)
-FEWEST_KEYS = 4096
-"""Shorter segments stay in 16 bits."""
+FEWEST_KEYS = {64: 15376, 72: 8160, 80: 8160}
+"""By head size. Shorter segments stay in 16 bits: with what quantising takes, FP8 was not faster at
+the next shorter length of BENCHMARKS.md, or not measured."""
 STEPS = 63
 """Codes of e4m3 in a score of 1."""
 OCTAVE = 0.126953125
@@ -37,6 +37,9 @@ ROWS = 1024
 
 class LongAttention(Protocol):
     """The attention of long segments, in FP8, as a part of an Attention, which see."""
+
+    fewest: int
+    """Of patches in a long segment."""
 
     def inputs(self, patches: int) -> Shapes:
         """Empty for budgets that no long segment fits."""
@@ -57,19 +60,11 @@ def rounded(x: Tensor, scale: float) -> Tensor:
     return (x.float() * scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
 
 
-def is_long(length: int) -> bool:
-    return length >= FEWEST_KEYS
-
-
-def is_short(length: int) -> bool:
-    return not is_long(length)
-
-
 def has(qkv: Tensor) -> bool:
     """Whether there is attention in FP8 for heads of this size, and for this GPU; on the CPU it is
     emulated."""
     ours = not qkv.is_cuda or torch.cuda.get_device_capability(qkv.device) == CAPABILITY
-    return ours and qkv.shape[3] in HEAD_SIZES
+    return ours and qkv.shape[3] in FEWEST_KEYS
 
 
 def attended(qkv: Tensor, lengths: Sequence[int], out: Tensor) -> None:
@@ -80,7 +75,7 @@ def attended(qkv: Tensor, lengths: Sequence[int], out: Tensor) -> None:
     """
     scale, start = query_scale(qkv.shape[3]), 0
     for length in lengths:
-        if is_long(length):
+        if length >= FEWEST_KEYS[qkv.shape[3]]:
             for head in range(qkv.shape[2]):
                 query, key, value = qkv[start : start + length, :, head].unbind(1)
                 made = one_head(rounded(query, scale), rounded(key, scale), value)

@@ -231,6 +231,15 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
     }
 }
 
+// Named barriers by which the warpgroups issue their GEMMs in turn, each for the one before it.
+DEVICE void my_turn(int group) {
+    meet<256>(8 + group);
+}
+
+DEVICE void next_turn(int group) {
+    asm volatile("bar.arrive %0, 256;" ::"r"(8 + (group + 1) % GROUPS) : "memory");
+}
+
 // Accumulates every stride-th block of the item's keys, from `first` on. `last`: no later strip of
 // this warpgroup reads these blocks again, so that their stages can be freed. `ordered`: all
 // warpgroups compute equally many blocks now, and issue their GEMMs in turn.

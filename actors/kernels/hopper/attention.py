@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.kernels import Shapes, Values
-from actors.kernels.attention_fp8 import LongAttention, is_short, rotate_given
+from actors.kernels.attention_fp8 import LongAttention, rotate_given
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, tensor_map
 
@@ -84,7 +84,9 @@ class HopperAttention:
         (rows, _), _ = inputs["attention_items"]
         tables = {"attention_items": item_table(lengths, ring, rows)}
         if self.long and "attention_short_items" in inputs:
-            tables["attention_short_items"] = item_table(lengths, ring, rows, is_short)
+            fewest = self.long.fewest
+            short = item_table(lengths, ring, rows, lambda length: length < fewest)
+            tables["attention_short_items"] = short
             tables |= self.long.metadata(lengths, patches)
         return tables
 

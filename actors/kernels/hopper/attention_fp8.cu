@@ -1,6 +1,7 @@
 // Attention in FP8 (e4m3) within long segments, for compute capability 9.0, over the table of
-// attention.py. attention_fp8.py defines SIZE, GROUPS, KEYS, STAGES, CLUSTER, FLUSH, SPILL and
-// ORDERED, and compiles this file behind ptx.cu and the wgmma functions that it writes out.
+// attention.py, in slots. attention_fp8.py says what slots are, defines SIZE, GROUPS, KEYS, STAGES,
+// CLUSTER, FLUSH and HEADROOM, and compiles this file behind ptx.cu, the wgmma functions that it
+// writes out, and attention_items.cu.
 //
 // A score arrives from the GEMM in steps: 1/63 of it is one step of e4m3, whose codes count eighths
 // of an octave. So the code of a weight is the rounded score itself: between two powers of two
@@ -14,56 +15,43 @@
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
 constexpr int REST = SIZE > 64;
 constexpr int PITCH = REST ? 80 : 64;  // bytes of a head of queries or keys
-constexpr int PRODUCER_REGISTERS = GROUPS == 3 ? 32 : 24;
-constexpr int CONSUMER_REGISTERS = GROUPS == 3 ? 160 : 240;
 constexpr int V_BYTES = COLUMNS * KEYS, K_BYTES = KEYS * 64, REST_BYTES = REST * KEYS * 16;
 constexpr int STAGE_BYTES = V_BYTES + K_BYTES + REST_BYTES;
-constexpr int WARPS = 4 * GROUPS;
-constexpr u32 K_WORD = 0x80000020, V_WORD = KEYS == 128 ? 0x40000040 : K_WORD, REST_WORD = 8;
+constexpr int WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1);
+// The high words of the descriptors: keys in rows of 64 swizzled bytes, values of KEYS = 128.
+constexpr u32 K_WORD = 0x80000020, V_WORD = 0x40000040, REST_WORD = 8;
 constexpr float UNIT = 0.126953125f;  // of an octave in scores: 8 / 63, as 1/8 + 1/512
 constexpr float TOP = 2 - HEADROOM * UNIT;
-
-#if DUMP
-__device__ float dumped_s[64 * KEYS], dumped_o[64 * COLUMNS];
-#endif
 
 struct Maps {
     TensorMap keys, keys_rest, values;
 };
 
 struct Ring {
-    u32 tiles, units, sums;
+    u32 tiles, units;
     u32 full_k, full_v, empty_k, empty_v, freed;
     u32 keys, keys_last, values;  // low words of the descriptors of the first stage
     int rank;
     DEVICE Ring(u32 memory, u32 barriers)
         : tiles(memory),
           units(memory + STAGES * STAGE_BYTES),
-          sums(units + KEYS * 16),
           full_k(barriers),
           full_v(full_k + 8 * STAGES),
           empty_k(full_v + 8 * STAGES),
           empty_v(empty_k + 8 * STAGES),
-          freed(empty_k),
+          freed(cluster_address(empty_k, threadIdx.x % CLUSTER)),
           keys(low_word(uniform(tiles + V_BYTES), 0)),
           keys_last(REST ? low_word(uniform(tiles + V_BYTES + K_BYTES),
                                     uniform(units - tiles - V_BYTES - K_BYTES))
                          : low_word(uniform(units), 0)),
           values(low_word(uniform(tiles), 0)),
-          rank(0) {
-        if (CLUSTER > 1) {
-            rank = cluster_rank();
-            freed = cluster_address(empty_k, threadIdx.x % CLUSTER);
-        }
-    }
+          rank(cluster_rank()) {}
     DEVICE u32 v(Place place) const { return tiles + place.stage * STAGE_BYTES; }
     DEVICE void wait_k(Place place) const { barrier_wait(full_k + 8 * place.stage, place.parity); }
     DEVICE void wait_v(Place place) const { barrier_wait(full_v + 8 * place.stage, place.parity); }
-    DEVICE void free_k(Place place) const { release(freed + 8 * place.stage); }
-    DEVICE void free_v(Place place) const { release(freed + 8 * STAGES + 8 * place.stage); }
-    DEVICE static void release(u32 barrier) {
-        if (CLUSTER > 1) barrier_arrive_at(barrier);
-        else barrier_arrive(barrier);
+    DEVICE void free_k(Place place) const { barrier_arrive_at(freed + 8 * place.stage); }
+    DEVICE void free_v(Place place) const {
+        barrier_arrive_at(freed + 8 * STAGES + 8 * place.stage);
     }
     DEVICE void initialise() const {
         for (int i = 0; i < STAGES; i++) {
@@ -79,22 +67,11 @@ struct Ring {
 // Keys arrive in another order: row 8b + 2a + c of 16 is key 4a + 2b + c. In that order a thread's
 // scores of 16 keys are what the GEMM of the values reads as four neighbours.
 DEVICE void copy_keys(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
-#if PERMUTED
-    if (CLUSTER > 1) tensor_copy_to_all(to, map, column, row, barrier, CLUSTER);
-    else tensor_copy(to, map, column, row, barrier);
-#else
-    if (CLUSTER > 1)
-        asm volatile(
-            "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
-            ".multicast::cluster [%0], [%1, {%2, %3, %6, %6, %6}], [%4], %5;" ::"r"(to), "l"(&map),
-            "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)), "r"(0)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[%0], [%1, {%2, %3, %5, %5, %5}], [%4];" ::"r"(to), "l"(&map), "r"(column), "r"(row),
-            "r"(barrier), "r"(0) : "memory");
-#endif
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        ".multicast::cluster [%0], [%1, {%2, %3, %6, %6, %6}], [%4], %5;" ::"r"(to), "l"(&map),
+        "r"(column), "r"(row), "r"(barrier), "h"((unsigned short)((1 << CLUSTER) - 1)), "r"(0)
+        : "memory");
 }
 
 // The first block of a cluster copies keys, the last one values, both for all.
@@ -112,10 +89,8 @@ DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int head
     full = ring.full_v + 8 * place.stage;
     barrier_wait(ring.empty_v + 8 * place.stage, place.parity ^ 1);
     barrier_expect(full, SIZE * KEYS);
-    if (ring.rank == CLUSTER - 1) {
-        if (CLUSTER > 1) tensor_copy_to_all(to, maps.values, row, head * SIZE, full, CLUSTER);
-        else tensor_copy(to, maps.values, row, head * SIZE, full);
-    }
+    if (ring.rank == CLUSTER - 1)
+        tensor_copy_to_all(to, maps.values, row, head * SIZE, full, CLUSTER);
 }
 
 DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, const Ring& ring) {
@@ -138,9 +113,6 @@ DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, c
 
 DEVICE u32 weights4(float a, float b, float c, float d, u32& bits) {
     u32 first, second, all;
-#if NOSOFT
-    return __float_as_uint(a) & 0x3f3f3f3f;
-#endif
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(first) : "f"(b), "f"(a));
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(second) : "f"(d), "f"(c));
     asm("lop3.b32 %0, %0, %1, %2, 0xfe;" : "+r"(bits) : "r"(first), "r"(second));
@@ -275,43 +247,9 @@ DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 8], const 
     wgmma_commit();
 }
 
-// Sums in float32: in registers or, if SPILL, in shared memory.
+// In float32.
 struct Sums {
-#if SPILL
-    float4* at;
-    DEVICE Sums(u32 memory, int group, int thread)
-        : at((float4*)__cvta_shared_to_generic(memory) + group * 128 * (COLUMNS / 8) + thread) {}
-    DEVICE void clear() {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; i++) at[i * 128] = make_float4(0, 0, 0, 0);
-    }
-    DEVICE void add(const float (&o)[COLUMNS / 2]) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; i++) {
-            float4 all = at[i * 128];
-            all.x += o[4 * i], all.y += o[4 * i + 1];
-            all.z += o[4 * i + 2], all.w += o[4 * i + 3];
-            at[i * 128] = all;
-        }
-    }
-    DEVICE void scale(const float (&by)[2]) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; i++) {
-            float4 all = at[i * 128];
-            all.x *= by[0], all.y *= by[0], all.z *= by[1], all.w *= by[1];
-            at[i * 128] = all;
-        }
-    }
-    DEVICE void read(float (&o)[COLUMNS / 2]) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 8; i++) {
-            float4 all = at[i * 128];
-            o[4 * i] = all.x, o[4 * i + 1] = all.y, o[4 * i + 2] = all.z, o[4 * i + 3] = all.w;
-        }
-    }
-#else
     float all[COLUMNS / 2];
-    DEVICE Sums(u32, int, int) {}
     DEVICE void clear() {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) all[i] = 0;
@@ -324,25 +262,21 @@ struct Sums {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) all[i] *= by[i / 2 % 2];
     }
-    DEVICE void read(float (&o)[COLUMNS / 2]) {
-#pragma unroll
-        for (int i = 0; i < COLUMNS / 2; i++) o[i] = all[i];
-    }
-#endif
 };
 
-DEVICE void store(ELEMENT* qkv, int heads, const Work& work, int first,
+DEVICE void store(ELEMENT* qkv, const int* tokens, int heads, const Work& work, int first,
                   const float (&o)[COLUMNS / 2], int thread, float scale) {
     int lane = thread % 32;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
         int row = first + thread / 32 * 16 + lane / 4 + 8 * r;
         float share = scale / __shfl_sync(~0u, o[COLUMNS / 2 - 4 + 2 * r], lane & 28);
-        ELEMENT* to = qkv + ((long long)row * 3 * heads + work.head) * SIZE + lane % 4 * 2;
-        if (row < work.end)
+        if (row >= work.end) continue;
+        long long at = (long long)__ldg(tokens + row) * 3 * heads + work.head;
+        u32* to = (u32*)(qkv + at * SIZE) + lane % 4;
 #pragma unroll
-            for (int c = 0; c < SIZE / 8; c++)
-                *(u32*)(to + c * 8) = pair(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share);
+        for (int c = 0; c < SIZE / 8; c++)
+            to[c * 4] = pair(o[4 * c + 2 * r] * share, o[4 * c + 2 * r + 1] * share);
     }
 }
 
@@ -350,8 +284,7 @@ DEVICE void store(ELEMENT* qkv, int heads, const Work& work, int first,
 DEVICE void clear_values(u32 v, int from, int group, int thread) {
     for (int i = thread; i < SIZE * KEYS / 4; i += 128) {
         int row = i / (KEYS / 4), key = i % (KEYS / 4) * 4;
-        int swizzle = KEYS == 128 ? row % 8 : row / 2 % 4;
-        u32 at = v + row * KEYS + (key / 16 ^ swizzle) * 16 + key % 16, kept = 0;
+        u32 at = v + row * KEYS + (key / 16 ^ row % 8) * 16 + key % 16, kept = 0;
         if (key + 4 > from) {
             if (key < from) {
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(kept) : "r"(at));
@@ -402,14 +335,12 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
 }
 
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[12],
-                    float (&o)[COLUMNS / 2], Sums& sums, int thread, int group, bool ordered,
-                    bool dump) {
+                    float (&o)[COLUMNS / 2], Sums& sums, int thread, int group) {
     float s[KEYS / 2];
     u32 p[KEYS / 8];
     Softmax softmax;
     int blocks = work.blocks(), left = FLUSH, add = 0;
     bool frees = thread % 32 < CLUSTER;
-    if (ordered && group == GROUPS - 1 && blocks > 1) next_turn(group);
     ring.wait_k(place);
     wgmma_begin();
     scores_begin(s, q, ring, place);
@@ -420,30 +351,20 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[1
     }
     wgmma_wait<0>();
     pin(s);
-#if DUMP
-    if (dump)
-        for (int i = 0; i < KEYS / 2; i++)
-            dumped_s[(thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8) * KEYS + i / 4 * 8 +
-                     thread % 4 * 2 + i % 2] = s[i];
-#endif
     if (frees) ring.free_k(place);
     if (partial) mask(s, work.last_keys(), thread);
     softmax.first(s, p);
     refer(q, softmax, thread);
     ring.wait_v(place);
-#if FIRST
     u32 other[KEYS / 8];
-    int block = 1;
+    // Issues the GEMM of the next block's scores, too, whose softmax then overlaps with the sums.
     auto advance = [&](u32(&p)[KEYS / 8], u32(&next)[KEYS / 8]) {
         Place here = place;
         place.next();
         ring.wait_k(place);
-        if (ordered) my_turn(group);
         wgmma_begin();
         scores_begin(s, q, ring, place);
         sums_begin(o, p, ring, here, add);
-        block++;
-        if (ordered && (group < GROUPS - 1 || block < blocks)) next_turn(group);
         add = 1;
         wgmma_wait<1>();
         pin(s);
@@ -468,51 +389,15 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[1
         ring.wait_v(place);
     };
 #pragma unroll 1
-    while (block + 1 < blocks) {
+    for (blocks--; blocks >= 2; blocks -= 2) {
         advance(p, other);
         advance(other, p);
     }
-    if (block < blocks) {
+    if (blocks) {
         advance(p, other);
 #pragma unroll
         for (int i = 0; i < KEYS / 8; i++) p[i] = other[i];
     }
-#else
-#pragma unroll 1
-    for (int block = 1; block < blocks; block++) {
-        Place here = place;
-        place.next();
-        ring.wait_k(place);
-        if (ordered) my_turn(group);
-        wgmma_begin();
-        sums_begin(o, p, ring, here, add);
-        scores_begin(s, q, ring, place);
-        if (ordered && (group < GROUPS - 1 || block + 1 < blocks)) next_turn(group);
-        add = 1;
-        wgmma_wait<0>();
-        pin(s);
-        pin(o);
-        hold(p);
-        if (frees) {
-            ring.free_k(place);
-            ring.free_v(here);
-        }
-        if (--left == 0) {
-            sums.add(o);
-            add = 0;
-            left = FLUSH;
-        }
-        softmax.step(s, p);
-        hold(p);
-        if (softmax.raised) {
-#pragma unroll
-            for (int i = 0; i < COLUMNS / 2; i++) o[i] *= softmax.decay[i / 2 % 2];
-            sums.scale(softmax.decay);
-            refer(q, softmax, thread);
-        }
-        ring.wait_v(place);
-    }
-#endif
     wgmma_begin();
     sums_begin(o, p, ring, place, add);
     wgmma_wait<0>();
@@ -520,22 +405,17 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[1
     hold(p);
     if (frees) ring.free_v(place);
     place.next();
-#if DUMP
-    if (dump)
-        for (int i = 0; i < COLUMNS / 2; i++)
-            dumped_o[(thread / 32 * 16 + thread % 32 / 4 + i / 2 % 2 * 8) * COLUMNS + i / 4 * 8 +
-                     thread % 4 * 2 + i % 2] = o[i];
-#endif
     sums.add(o);
 }
 
-DEVICE void compute_all(ELEMENT* qkv, const unsigned char* qk, const int4* table, const Plan& plan,
-                        const Ring& ring, int group, int thread, float scale) {
+DEVICE void compute_all(ELEMENT* qkv, const unsigned char* qk, const int* tokens,
+                        const int4* table, const Plan& plan, const Ring& ring, int group,
+                        int thread, float scale) {
     float o[COLUMNS / 2];
     u32 q[12];
     int turn = 0;
     Place place;
-    Sums sums(ring.sums, group, thread);
+    Sums sums;
     int4 entry = plan.entry(table, plan.crew);
     for (int item = plan.crew; item < plan.items; item += plan.crews) {
         Work work(plan, item, entry);
@@ -552,21 +432,15 @@ DEVICE void compute_all(ELEMENT* qkv, const unsigned char* qk, const int4* table
             sums.clear();
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) o[i] = 0;
-            bool ordered = ORDERED && work.strips - round >= TOGETHER;
-            compute(ring, place, work, q, o, sums, thread, group, ordered,
-                    work.row + strip == 0 && work.head == 0);
-            sums.read(o);
-            store(qkv, plan.heads, work, work.row + 64 * strip, o, thread, scale);
+            compute(ring, place, work, q, o, sums, thread, group);
+            store(qkv, tokens, plan.heads, work, work.row + 64 * strip, sums.all, thread, scale);
         }
         turn = work.next(turn);
     }
 }
 
-extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
-#if CLUSTER > 1
-    __cluster_dims__(CLUSTER)
-#endif
-    attend(ELEMENT* qkv, const unsigned char* qk, const int4* table,
+extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER)
+    attend(ELEMENT* qkv, const unsigned char* qk, const int* tokens, const int4* table,
            const __grid_constant__ Maps maps, int heads, float scale) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES];
@@ -578,27 +452,26 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     }
     // The 8 rows behind the values of each stage: one of ones (0x38), seven of zeros.
     constexpr int CHUNKS = KEYS / 16;
-    for (int i = threadIdx.x; i < STAGES * 8 * CHUNKS; i += 128 * (GROUPS + 1)) {
+    for (int i = threadIdx.x; i < STAGES * 8 * CHUNKS; i += THREADS) {
         int within = i % (8 * CHUNKS);
         u32 word = within < CHUNKS ? 0x38383838 : 0;
         store16(ring.tiles + i / (8 * CHUNKS) * STAGE_BYTES + SIZE * KEYS + within * 16, word, word);
     }
-    for (int i = threadIdx.x; i < KEYS; i += 128 * (GROUPS + 1))
+    for (int i = threadIdx.x; i < KEYS; i += THREADS)
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(ring.units + i * 16),
                      "r"(0x01201040), "r"(0x0120), "r"(0) : "memory");
     publish();
     Plan plan(table, heads);
-    if (CLUSTER > 1) cluster_publish();
-    else __syncthreads();
+    cluster_publish();
     depend_wait();
     int group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(24));
         if (thread == 0) copy_blocks(maps, table, plan, ring);
         __syncwarp();
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        compute_all(qkv, qk, table, plan, ring, group - 1, thread, scale);
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(240));
+        compute_all(qkv, qk, tokens, table, plan, ring, group - 1, thread, scale);
     }
-    if (CLUSTER > 1) cluster_leave();
+    cluster_leave();
 }

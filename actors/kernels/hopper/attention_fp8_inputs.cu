@@ -1,11 +1,11 @@
-// The inputs of attention_fp8.cu. Of `chosen` tokens it writes queries, keys and values in e4m3;
-// queries and keys of the others are rotated in place, for attention in 16 bits. attention_fp8.py
-// defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
+// The inputs of attention_fp8.cu: queries, keys and values of long segments in e4m3, in slots.
+// Queries and keys of the others are rotated in place, for attention in 16 bits. attention_fp8.py
+// says what slots are, and defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
 //
-// A block takes 32 tokens, so that it fills whole sectors of the transposed values. A thread keeps
-// the angles of four pairs of columns of one token, for all heads.
+// A block takes 32 slots, so that it fills whole sectors of the transposed values. A thread keeps
+// the angles of four pairs of columns of one slot, for all heads.
 
-constexpr int HALF = SIZE / 2, PARTS = HALF / 4, TOKENS = 32, THREADS = TOKENS * PARTS;
+constexpr int HALF = SIZE / 2, PARTS = HALF / 4, SLOTS = 32, THREADS = SLOTS * PARTS;
 constexpr int PITCH = SIZE > 64 ? 80 : 64;
 constexpr int QUADS = (SIZE + 15) / 16;  // of 4 x 4 columns
 
@@ -37,22 +37,25 @@ DEVICE void rotated(float (&x)[4], float (&y)[4], const float (&c)[4], const flo
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    prepare(ELEMENT* qkv, const float* cos, const float* sin, const unsigned char* chosen,
-            unsigned char* qk, unsigned char* v, int rows, int heads, int columns) {
+    prepare(ELEMENT* qkv, const float* cos, const float* sin, const int* tokens, unsigned char* qk,
+            unsigned char* v, int slots, int heads) {
     depend_wait();
-    int begin = blockIdx.x * TOKENS, token = begin + threadIdx.x / PARTS;
+    int begin = blockIdx.x * SLOTS, slot = begin + threadIdx.x / PARTS;
     int part = threadIdx.x % PARTS;
-    if (token < rows && (ROTARY || chosen[token])) {
+    int token = slot < slots ? __ldg(tokens + slot) : -1;
+    bool chosen = token >= 0;
+    if (!chosen) token = -2 - token;
+    if (token >= 0 && (ROTARY || chosen)) {
         float c[4] = {1, 1, 1, 1}, s[4] = {0, 0, 0, 0};
         if (ROTARY) {
             load4(c, cos + (long long)token * HALF + part * 4);
             load4(s, sin + (long long)token * HALF + part * 4);
         }
         ELEMENT* from = qkv + (long long)token * 3 * heads * SIZE + part * 4;
-        if (chosen[token]) {
+        if (chosen) {
 #pragma unroll
             for (int j = 0; j < 4; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
-            unsigned char* to = qk + (long long)token * 2 * heads * PITCH + part * 4;
+            unsigned char* to = qk + (long long)slot * 2 * heads * PITCH + part * 4;
 #pragma unroll 4
             for (int i = 0; i < 2 * heads; i++, from += SIZE, to += PITCH) {
                 float x[4], y[4];
@@ -75,10 +78,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             }
         }
     }
-    int lane = threadIdx.x % 32;
-    token = begin + lane / 4 * 4;
+    int lane = threadIdx.x % 32, from[4];
+    slot = begin + lane / 4 * 4;
     bool any = false;
-    for (int j = 0; j < 4; j++) any |= token + j < rows && chosen[token + j];
+    for (int j = 0; j < 4; j++) {
+        from[j] = slot < slots ? __ldg(tokens + slot + j) : -1;
+        any |= from[j] >= 0;
+    }
     if (!any) return;
 #pragma unroll 2
     for (int i = threadIdx.x / 32; i < heads * QUADS; i += THREADS / 32) {
@@ -87,14 +93,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         float x[4][4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-            int row = min(token + j, rows - 1);
-            unpack(x[j], qkv + ((long long)row * 3 * heads + 2 * heads + head) * SIZE + column);
+            long long row = max(from[j], 0);
+            unpack(x[j], qkv + ((row * 3 + 2) * heads + head) * SIZE + column);
 #pragma unroll
             for (int k = 0; k < 4; k++) x[j][k] *= V_SCALE;
         }
-        unsigned char* to = v + (long long)(head * SIZE + column) * columns + token;
+        unsigned char* to = v + (long long)(head * SIZE + column) * slots + slot;
 #pragma unroll
         for (int k = 0; k < 4; k++)
-            *(u32*)(to + (long long)k * columns) = codes(x[0][k], x[1][k], x[2][k], x[3][k]);
+            *(u32*)(to + (long long)k * slots) = codes(x[0][k], x[1][k], x[2][k], x[3][k]);
     }
 }

@@ -1,5 +1,4 @@
-// The work items of attention.cu and attention_fp8.cu, as the table of attention.py gives them, and
-// in which order warpgroups issue their GEMMs.
+// The work items of attention.cu and attention_fp8.cu, as the table of attention.py gives them.
 
 constexpr int TOGETHER = GROUPS * CLUSTER;  // strips that a crew computes at a time
 constexpr int EVEN_STRIPS = 8;  // with more of them, even splitting is no faster than tiles
@@ -68,18 +67,3 @@ struct Work {
     DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
     DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
 };
-
-template <int M>
-DEVICE void hold(u32 (&values)[M]) {
-#pragma unroll
-    for (int i = 0; i < M; i++) asm volatile("" : "+r"(values[i])::"memory");
-}
-
-// Named barriers by which the warpgroups issue their GEMMs in turn, each for the one before it.
-DEVICE void my_turn(int group) {
-    meet<256>(8 + group);
-}
-
-DEVICE void next_turn(int group) {
-    asm volatile("bar.arrive %0, 256;" ::"r"(8 + (group + 1) % GROUPS) : "memory");
-}

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from actors.kernels import attention_fp8
 from actors.kernels.attention import Attention, Values
+from actors.kernels.attention_fp8 import FEWEST_KEYS
 from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
@@ -160,12 +161,12 @@ class Attending:
         return self.attention.fp8(x, self.values, None, None)
 
     def operations(self, x: Tensor) -> int:
-        """None if the device has no such attention, or no segment is long enough."""
+        """0 if the device has no such attention, or no segment is long enough."""
         if not attention_fp8.has(x):
             return 0
         ends: list[int] = list(dict.fromkeys(self.values["segment_ends"].tolist()))
-        lengths = (end - start for start, end in pairwise([0, *ends]))
-        long = sum(length**2 for length in lengths if attention_fp8.is_long(length))
+        lengths, fewest = (b - a for a, b in pairwise([0, *ends])), FEWEST_KEYS[x.shape[3]]
+        long = sum(length**2 for length in lengths if length >= fewest)
         return 2 * long * x[0, 0].numel()
 
 
