@@ -8,6 +8,7 @@ Which patches attend to which is data, never a shape: an attention has static in
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,10 @@ from torch import Tensor
 from actors.errors import StartError
 from actors.kernels import Shapes as Shapes
 from actors.kernels import Values as Values
+from actors.kernels import attention_fp8
+from actors.kernels.attention_fp8 import rotate_given
 from actors.kernels.hopper.attention import HopperAttention, kernels_for
+from actors.kernels.hopper.attention_fp8 import long_kernels
 
 HEAD_SIZES = tuple(range(64, 129, 8))
 SHORT_ROWS = 64
@@ -43,6 +47,10 @@ class Attention(Protocol):
         May write over qkv, and the result may be a view of it. Rows beyond the last segment:
         finite if qkv is, otherwise undefined.
         """
+
+    def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """As the call, with long segments in FP8 if `attention_fp8.has` that. Rotates q and k
+        first, unless cos is None: see `rotate_`."""
 
 
 class SegmentAttention:
@@ -73,6 +81,15 @@ class SegmentAttention:
             start = end
         return out.transpose(0, 1).flatten(1)
 
+    def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        rotate_given(qkv, cos, sin)
+        out = self(qkv, values)
+        if attention_fp8.has(qkv):
+            ends = list(dict.fromkeys(values["segment_ends"].tolist()))
+            lengths = [end - start for start, end in pairwise([0, *ends])]
+            attention_fp8.attended(qkv, lengths, out)
+        return out
+
 
 class TritonAttention:
     """Triton's kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
@@ -98,6 +115,11 @@ class TritonAttention:
 
         return attend_(qkv, values["attention_tiles"], tile_rows(len(qkv)))
 
+    def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """In 16 bits."""
+        rotate_given(qkv, cos, sin)
+        return self(qkv, values)
+
 
 def tile_rows(patches: int) -> int:
     return SHORT_ROWS if patches <= LONG_PATCHES else LONG_ROWS
@@ -120,19 +142,28 @@ def tile_table(lengths: Sequence[int], rows: int, size: int) -> Tensor:
 
 
 def choose(
-    device: torch.device, dtype: torch.dtype, head_size: int, *, captured: bool = False
+    device: torch.device,
+    dtype: torch.dtype,
+    head_size: int,
+    *,
+    captured: bool = False,
+    fp8: bool = False,
 ) -> Attention:
     """The fastest attention for this device, dtype and head size.
 
     CUDA in 16 bits: HopperAttention on compute capability 9.0 for head sizes 64, 72 and 80, else
     TritonAttention for HEAD_SIZES. Everything else: SegmentAttention, which a CUDA graph cannot
-    hold. `captured`: it must be capturable; raises StartError if it is not.
+    hold. `captured`: it must be capturable; raises StartError if it is not. `fp8`: some layers need
+    Attention.fp8.
     """
     if device.type != "cuda":
         return SegmentAttention()
     if head_size in HEAD_SIZES and dtype in (torch.bfloat16, torch.float16):
         kernels = kernels_for(device, dtype, head_size)
-        return HopperAttention(kernels, head_size) if kernels else TritonAttention()
+        if not kernels:
+            return TritonAttention()
+        long = long_kernels(device, dtype, head_size) if fp8 else None
+        return HopperAttention(kernels, head_size, long)
     if captured:
         raise StartError(
             f"model.dtype is {str(dtype).removeprefix('torch.')}, and attention heads have "

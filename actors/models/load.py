@@ -22,7 +22,7 @@ from actors.kernels import attention
 from actors.kernels.attention import Attention
 from actors.kernels.gemm.fp8 import CAPABILITY
 from actors.models import tensors as checkpoint_tensors
-from actors.models.layers.block import BlocksForm, blocks_of
+from actors.models.layers.block import ATTENTION, BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
@@ -61,7 +61,7 @@ def load(
     model = read(options)
     if fp8:
         check_fp8(model, device, fp8)
-    kernel = choose_attention(model, device, captured=captured)
+    kernel = choose_attention(model, device, fp8, captured=captured)
     form = form_of_blocks(model, device, blocks)
     tower = assemble(model, tensors(options, model, device), device, kernel, form, fp8)
     if device.type == "cuda":
@@ -73,7 +73,8 @@ def check_fp8(model: ModelSpec, device: torch.device, layers: Collection[str] = 
     """Raises ConfigError if the tower or the device has no FP8, or the tower no such layers."""
     model.check_fp8()
     expected = family_of(model).expected
-    if unknown := [name for name in layers if f"{name}.weight" not in expected]:
+    linears = {name: name.removesuffix(ATTENTION) for name in layers}
+    if unknown := [name for name, linear in linears.items() if f"{linear}.weight" not in expected]:
         raise ConfigError(f"graphs.precision_file: the model has no {', '.join(unknown[:4])}")
     if device.type != "cuda":
         return
@@ -164,14 +165,15 @@ def build(
 ) -> Tower:
     """The tower on its device, with the fastest attention, and the fastest blocks unless given."""
     blocks = blocks or form_of_blocks(model, device)
-    return assemble(model, tensors, device, choose_attention(model, device), blocks, fp8)
+    return assemble(model, tensors, device, choose_attention(model, device, fp8), blocks, fp8)
 
 
 def choose_attention(
-    model: ModelSpec, device: torch.device, *, captured: bool = False
+    model: ModelSpec, device: torch.device, fp8: Collection[str] = (), *, captured: bool = False
 ) -> Attention:
     dtype: torch.dtype = getattr(torch, model.dtype)
-    return attention.choose(device, dtype, family_of(model).head_size, captured=captured)
+    size, in_fp8 = family_of(model).head_size, any(name.endswith(ATTENTION) for name in fp8)
+    return attention.choose(device, dtype, size, captured=captured, fp8=in_fp8)
 
 
 def assemble(

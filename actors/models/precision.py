@@ -1,4 +1,4 @@
-"""The plan of `graphs.precision: fp8`: which linear layers of one checkpoint are computed in FP8.
+"""The plan of `graphs.precision: fp8`: which layers of one checkpoint are computed in FP8.
 
 `encoder-service calibrate` measures and writes it; a replica reads it when it starts.
 """
@@ -17,14 +17,15 @@ from actors.spec.checkpoint import parse
 
 
 class PrecisionPlan(Options):
-    """Linear layers by the checkpoint's own names; of fused ones, the first."""
+    """Linear layers by the checkpoint's own names, of fused ones the first, and attention: see
+    `ATTENTION` in layers/block.py."""
 
     model: str
     weights: str
     """`weights_digest`: the plan is for these alone, whatever the checkpoint is called."""
     fp8: tuple[str, ...] = Field(strict=False, min_length=1)
     errors: dict[str, float]
-    """Of every linear layer in FP8, relative to float32."""
+    """Of every layer in FP8, relative to float32."""
     rows_error: float
     """Relative to `model.dtype`, of the image with the largest."""
     rows_cosine: float

@@ -1,4 +1,4 @@
-"""`encoder-service calibrate CONFIG IMAGES`: which linear layers run in FP8, by your own pictures.
+"""`encoder-service calibrate CONFIG IMAGES`: which layers run in FP8, by your own pictures.
 
 In plain torch and float32 each layer is quantised alone: how far are its own output and the final
 rows off? Then as many are as the limits allow, those first that save most time for their error in
@@ -25,10 +25,9 @@ from actors.engine.device import Device, open_device
 from actors.engine.graphs import GraphSet
 from actors.errors import ConfigError, InvalidMedia, ServiceError
 from actors.families.registry import read
-from actors.kernels.gemm import fp8
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
-from actors.models.layers.block import Affine, blocks_of, computed_by
+from actors.models.layers.block import Quantisable, blocks_of, computed_by
 from actors.models.load import build, check_fp8, tensors, weights_digest
 from actors.models.precision import PrecisionPlan
 from actors.models.tower import Tower
@@ -169,10 +168,8 @@ class Calibration:
     def rows(self, layers: Collection[str]) -> list[Tensor]:
         """Of each image, with these layers in FP8 and all else in float32."""
 
-        def compute(linear: Affine, x: Tensor) -> Tensor:
-            if linear.name not in layers:
-                return linear.linear(x)
-            return fp8.linear(x, linear.weight, linear.bias)
+        def compute(layer: Quantisable, x: Tensor) -> Tensor:
+            return layer.in_fp8(x) if layer.name in layers else layer.plain(x)
 
         with computed_by(compute):
             return self.encode(self.plain)
@@ -180,12 +177,11 @@ class Calibration:
     def layer_errors(self) -> dict[str, LayerError]:
         errors: defaultdict[str, LayerError] = defaultdict(LayerError)
 
-        def measure(linear: Affine, x: Tensor) -> Tensor:
-            exact, found = linear.linear(x), errors[linear.name]
-            rough = fp8.linear(x, linear.weight, linear.bias)
+        def measure(layer: Quantisable, x: Tensor) -> Tensor:
+            exact, rough, found = layer.plain(x), layer.in_fp8(x), errors[layer.name]
             found.error += float((rough - exact).square().sum())
             found.output += float(exact.square().sum())
-            found.operations += len(x) * linear.weight.numel()
+            found.operations += layer.operations(x)
             return exact
 
         with computed_by(measure):

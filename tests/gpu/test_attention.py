@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from actors.kernels.attention import SegmentAttention
+from actors.kernels.attention_fp8 import FEWEST_KEYS, attended
 from tests.gpu.compared import difference, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
@@ -17,8 +18,10 @@ pytest.importorskip("triton")
 from actors.kernels.attention import HEAD_SIZES, TritonAttention  # noqa: E402
 from actors.kernels.hopper import attention as hopper  # noqa: E402
 from actors.kernels.hopper.attention import HopperAttention  # noqa: E402
+from actors.kernels.hopper.attention_fp8 import long_kernels  # noqa: E402
 from actors.kernels.hopper.cuda import CAPABILITY  # noqa: E402
 from actors.kernels.triton import attention_kernel  # noqa: E402
+from actors.kernels.triton.elementwise import rotate_  # noqa: E402
 
 KERNELS = [
     *((size, torch.bfloat16) for size in HEAD_SIZES),
@@ -159,3 +162,89 @@ def test_on_hopper_scores_may_grow_without_bound(
     values = on_gpu(tiles.metadata([patches], patches, 1))
     expected = expected_attention(qkv, [patches], torch.float64)
     assert difference(tiles(qkv.clone(), values), expected) < 4e-3
+
+
+def fp8_tiles(
+    size: int, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype = torch.bfloat16, fewest: int = 1
+) -> HopperAttention:
+    """`fewest`: of patches in a segment that is in FP8."""
+    kernels, long = hopper_tiles(size, dtype).forms, long_kernels(torch.device("cuda"), dtype, size)
+    assert long, "attention_fp8.cu does not compile"
+    monkeypatch.setattr(long, "fewest", fewest)
+    monkeypatch.setitem(FEWEST_KEYS, size, fewest)
+    return HopperAttention([kernel for _, kernel in kernels], size, long)
+
+
+# Segments that start at a multiple of 16 patches, and that do not, which TMA cannot copy from.
+FP8_LAYOUTS = [
+    *([1], [127, 128], [129, 400], [400] * 20, [1024], [8160]),
+    *([63, 64, 65], [1, 127, 128, 129, 400], [2600, 641, 480, 17], [5000, 480, 4999, 1]),
+]
+
+
+@pytest.mark.parametrize("lengths", FP8_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((size, torch.bfloat16) for size in hopper.RINGS), (72, torch.float16)],
+    ids=str,
+)
+def test_attention_in_fp8_is_what_is_emulated_and_leaves_keys_and_values(
+    size: int, dtype: torch.dtype, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles, used = fp8_tiles(size, monkeypatch, dtype, min(lengths)), sum(lengths)
+    qkv = torch.randn(used + 9, 3, 4, size, dtype=dtype)
+    qkv[used:] = float("nan")
+    values = on_gpu(tiles.metadata(lengths, len(qkv), len(lengths) + 3))
+    written = qkv.clone()
+    out = tiles.fp8(written, values, None, None)[:used]
+    expected = torch.zeros(used, 4 * size)
+    attended(qkv[:used], lengths, expected)
+    assert difference(out, expected) < 3e-2
+    assert difference(out, expected_attention(qkv[:used], lengths)) < 7e-2
+    assert torch.equal(written[:used, 1:], qkv[:used, 1:])
+    assert written[used:].isnan().all()
+
+
+@pytest.mark.parametrize("lengths", [[300, 700, 64, 1200, 5], [65, 9000, 3], [80]], ids=str)
+@pytest.mark.parametrize("size", hopper.RINGS)
+def test_in_fp8_all_are_rotated_and_short_segments_stay_in_16_bits(
+    size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles, used = fp8_tiles(size, monkeypatch, fewest=512), sum(lengths)
+    qkv, angle = (
+        torch.randn(used, 3, 4, size, dtype=torch.bfloat16),
+        6 * torch.rand(used, size // 2),
+    )
+    values = on_gpu(tiles.metadata(lengths, used, len(lengths)))
+    out = tiles.fp8(qkv.clone(), values, angle.cos(), angle.sin())
+    rotate_(qkv, angle.cos(), angle.sin())
+    expected, ends = expected_attention(qkv, lengths), torch.tensor(lengths).cumsum(0).tolist()
+    for length, end in zip(lengths, ends, strict=True):
+        rows = slice(end - length, end)
+        off = difference(out[rows], expected[rows])
+        assert off < (7e-2 if length >= 512 else 4e-3)
+        assert (off > 2e-2) == (length >= 512)
+
+
+@pytest.mark.parametrize("lengths", [[400] * 20, [2600, 641, 480, 1], [15376]], ids=str)
+@pytest.mark.parametrize("size", hopper.RINGS)
+def test_in_fp8_the_same_is_the_same_every_time(
+    size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = fp8_tiles(size, monkeypatch, fewest=min(lengths))
+    qkv = torch.randn(sum(lengths), 3, 16, size, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, len(qkv), len(lengths)))
+    first = tiles.fp8(qkv.clone(), values, None, None)
+    again = (tiles.fp8(qkv.clone(), values, None, None) for _ in range(20))
+    assert all(torch.equal(each, first) for each in again)
+
+
+def test_in_fp8_too_a_poisoned_neighbour_stays_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, tiles = [113, 208, 300], fp8_tiles(72, monkeypatch, fewest=113)
+    qkv = torch.randn(640, 3, 2, 72, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, 640, 3))
+    clean = tiles.fp8(qkv.clone(), values, None, None).clone()
+    qkv[113:321] = float("nan")
+    out = tiles.fp8(qkv.clone(), values, None, None)
+    assert torch.equal(out[:113], clean[:113])
+    assert torch.equal(out[321:621], clean[321:621])

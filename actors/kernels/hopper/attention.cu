@@ -1,7 +1,7 @@
 // Attention within the segments of a packed sequence, for compute capability 9.0, over the table of
-// attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES, CLUSTER, SCALE, PAD
-// and HEADROOM, and compiles this one behind ptx.cu, the wgmma functions that it writes out, and
-// attention_loads.cu.
+// attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES, CLUSTER, SHARES, SCALE,
+// PAD and HEADROOM, and compiles this one behind ptx.cu, the wgmma functions that it writes out,
+// attention_items.cu and attention_loads.cu.
 //
 // Persistent kernel: each block (CTA) loops over work items. One producer warp loads K and V tiles
 // into a circular shared-memory buffer with TMA; one warp per consumer warpgroup loads its Q tile.
@@ -229,12 +229,6 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
         }
         place.next();
     }
-}
-
-template <int M>
-DEVICE void hold(u32 (&values)[M]) {
-#pragma unroll
-    for (int i = 0; i < M; i++) asm volatile("" : "+r"(values[i])::"memory");
 }
 
 // Named barriers by which the warpgroups issue their GEMMs in turn, each for the one before it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.kernels import Shapes, Values
+from actors.kernels.attention_fp8 import LongAttention, rotate_given
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, tensor_map
 
@@ -33,6 +34,7 @@ class Ring:
     stages: int
     from_patches: int = 0  # the least budget that uses it
     cluster: int = 1  # blocks (CTAs) that share keys and values: each copies a part, to all of them
+    groups: int = GROUPS
 
     @property
     def kept_patches(self) -> int:
@@ -57,18 +59,36 @@ class HopperAttention:
 
     name = "hopper"
 
-    def __init__(self, kernels: Sequence[LoadedKernel], size: int) -> None:
-        """`kernels`: what kernels_for gives for the device, dtype and this head size."""
+    def __init__(
+        self, kernels: Sequence[LoadedKernel], size: int, long: LongAttention | None = None
+    ) -> None:
+        """`kernels`: what kernels_for gives for the device, dtype and this head size. `long`: for
+        layers whose long segments are in FP8, if there are any."""
         self.forms = list(zip(RINGS[size], kernels, strict=True))
+        self.long = long
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """The table, int32: a first row with the count of entries, then one row per entry."""
-        return {"attention_items": ((1 + patches // TILE_ROWS + segments, 4), torch.int32)}
+        """The table, int32: a first row with the count of entries, then one row per entry. For FP8
+        another one of the short segments, and what `long` has."""
+        table = ((1 + patches // TILE_ROWS + segments, 4), torch.int32)
+        long = self.long.inputs(patches) if self.long else {}
+        return {
+            "attention_items": table,
+            **({"attention_short_items": table} if long else {}),
+            **long,
+        }
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
         """Items of the longest segment come first, because they take longest."""
-        shape, _ = self.inputs(patches, segments)["attention_items"]
-        return {"attention_items": item_table(lengths, self.form(patches)[0], shape[0])}
+        inputs, (ring, _) = self.inputs(patches, segments), self.form(patches)
+        (rows, _), _ = inputs["attention_items"]
+        tables = {"attention_items": item_table(lengths, ring, rows)}
+        if self.long and "attention_short_items" in inputs:
+            fewest = self.long.fewest
+            short = item_table(lengths, ring, rows, lambda length: length < fewest)
+            tables["attention_short_items"] = short
+            tables |= self.long.metadata(lengths, patches)
+        return tables
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Written over q; rows that no item of the table covers keep their q."""
@@ -89,13 +109,23 @@ class HopperAttention:
         kernel.launch((blocks, 1, 1), qkv, values["attention_items"], maps, heads)
         return flat[:, : heads * size]
 
+    def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        if self.long is None or "attention_short_items" not in values:
+            rotate_given(qkv, cos, sin)
+            return self(qkv, values)
+        self.long(qkv, values, cos, sin)
+        return self(qkv, {"attention_items": values["attention_short_items"]})
+
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
         return next(form for form in reversed(self.forms) if patches >= form[0].from_patches)
 
 
-def item_table(lengths: Sequence[int], ring: Ring, size: int) -> Tensor:
+def item_table(
+    lengths: Sequence[int], ring: Ring, size: int, chosen: Callable[[int], bool] | None = None
+) -> Tensor:
     """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
     rows are zero. The strips are given only for a segment that the ring does not hold at once.
+    `chosen`: of which lengths segments get entries, unless all.
 
     A segment that the ring holds is one entry; a longer one has an entry per tile of a cluster. An
     entry is its segment's start and end, that segment's first entry (counted from 0), and
@@ -104,16 +134,18 @@ def item_table(lengths: Sequence[int], ring: Ring, size: int) -> Tensor:
     length = np.asarray(lengths, dtype=np.int32)
     end = length.cumsum(dtype=np.int32)
     longest_first = np.argsort(-length, kind="stable")
+    if chosen:
+        longest_first = longest_first[[chosen(length[index]) for index in longest_first]]
     length, end = length[longest_first], end[longest_first]
     strips = -(-length // STRIP_ROWS)
-    long, tile = length > ring.kept_patches, GROUPS * ring.cluster
+    long, tile = length > ring.kept_patches, ring.groups * ring.cluster
     most = np.where(long, tile, np.maximum(strips, 1)).astype(np.int32)
     counts = -(-strips // most)
     first = counts.cumsum(dtype=np.int32) - counts
     segments = np.stack([end - length, end, first, most << 16 | counts], axis=1)
     table = np.zeros((size, 4), dtype=np.int32)
     table[0, 0] = counts.sum()
-    if len(lengths) == 1 and long[0]:
+    if len(length) == 1 and long[0]:
         table[0, 1] = strips[0]
     table[1 : 1 + counts.sum()] = segments.repeat(counts, axis=0)
     return torch.from_numpy(table)
@@ -160,6 +192,7 @@ def source(element: str, size: int, ring: Ring) -> str:
         "KEYS": ring.keys,
         "STAGES": ring.stages,
         "CLUSTER": ring.cluster,
+        "SHARES": "true",
         "PAD": int(size in PADDED and element == "bf16"),
         "HEADROOM": f"{HEADROOM[element]!r}f",
         "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)
@@ -170,6 +203,7 @@ def source(element: str, size: int, ring: Ring) -> str:
         defined,
         cuda.wgmma("multiply_qk", element, ring.keys),
         cuda.wgmma("multiply_pv", element, size + 8, transposed=True),
+        folder / "attention_items.cu",
         folder / "attention_loads.cu",
         folder / "attention.cu",
     )

@@ -145,43 +145,49 @@ def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> by
     matrix arrive as zeros.
     """
     rows, columns = matrix.shape
-    place = matrix.data_ptr(), matrix.dtype, rows, columns, matrix.stride(0)
-    return encoded_map(*place, box, row_bytes)
+    steps = (matrix.stride(0) * matrix.itemsize,)
+    return encoded_map(
+        matrix.data_ptr(), matrix.dtype, (columns, rows), steps, (box[1], box[0]), row_bytes
+    )
 
 
 @lru_cache(maxsize=4096)
 def encoded_map(
     pointer: int,
     dtype: torch.dtype,
-    rows: int,
-    columns: int,
-    stride: int,
-    box: tuple[int, int],
+    sizes: tuple[int, ...],
+    steps: tuple[int, ...],
+    box: tuple[int, ...],
     row_bytes: int,
 ) -> bytes:
-    """See tensor_map. Cached, because eager calls of a tower ask for the same maps every time."""
+    """See tensor_map; here for any number of dimensions, the contiguous one first. `steps`: bytes
+    from one index to the next of each other dimension, which may overlap.
+
+    Cached, because eager calls of a tower ask for the same maps every time.
+    """
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
     kind = {
         torch.float16: kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
         torch.bfloat16: kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        torch.uint8: kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8,
     }[dtype]
     swizzle = {
         128: swizzles.CU_TENSOR_MAP_SWIZZLE_128B,
+        64: swizzles.CU_TENSOR_MAP_SWIZZLE_64B,
         32: swizzles.CU_TENSOR_MAP_SWIZZLE_32B,
         16: swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
     }[row_bytes]
-    height, width = box
     (found,) = checked(
         driver.cuTensorMapEncodeTiled(
             kind,
-            2,
+            len(sizes),
             pointer,
-            [driver.cuuint64_t(columns), driver.cuuint64_t(rows)],
-            [driver.cuuint64_t(stride * 2)],
-            [driver.cuuint32_t(width), driver.cuuint32_t(height)],
-            [driver.cuuint32_t(1), driver.cuuint32_t(1)],
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(step) for step in steps],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1)] * len(sizes),
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             swizzle,
             driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
@@ -202,7 +208,8 @@ def source(element: str, defined: Mapping[str, object], *parts: Path | str) -> s
 def wgmma(
     name: str, element: str, columns: int, *, shared: bool = False, transposed: bool = False
 ) -> str:
-    """A CUDA function: d [64, columns] (+)= a [64, 16] in registers x b [16, columns], shared.
+    """A CUDA function: d [64, columns] (+)= a [64, depth] in registers x b [depth, columns] in
+    shared memory. The depth is 16, or 32 in e4m3.
 
     Written out because the instruction names each of its columns / 2 registers per thread.
     `shared`: a lies in shared memory as well. `transposed`: b is transposed. Beside an a in
@@ -214,6 +221,9 @@ def wgmma(
     first = f"%{count}" if shared else "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
     b, add = count + len(a), count + len(a) + 1
     flags = f"1, 1, 0, {int(transposed)}" if shared else f"1, 1, {int(transposed)}"
+    depth = 16
+    if element == "e4m3":
+        flags, depth = "1, 1", 32
     bound = ", ".join(f'"+f"(d[{i}])' for i in range(count))
     read = ", ".join(f'"{"l" if shared else "r"}"({each})' for each in a)
     declared = ", ".join(f"{'u64' if shared else 'u32'} {each}" for each in a)
@@ -227,7 +237,7 @@ def wgmma(
 {head}DEVICE void {name}(float (&d)[{count}], {declared}, {kind} b, int add) {{
     asm volatile(
         "{{\\n.reg .pred add;\\nsetp.ne.b32 add, %{add}, 0;\\n{join}"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{element}.{element} {{{outputs}}}, "
+        "wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{element}.{element} {{{outputs}}}, "
         "{first}, {at}, add, {flags};\\n}}"
         : {bound} : {read}, {passed});
 }}

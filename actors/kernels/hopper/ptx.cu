@@ -154,6 +154,12 @@ DEVICE void pin(float (&values)[N]) {
     for (int i = 0; i < N; i++) asm volatile("" : "+f"(values[i])::"memory");
 }
 
+template <int N>
+DEVICE void hold(u32 (&values)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; i++) asm volatile("" : "+r"(values[i])::"memory");
+}
+
 DEVICE void wgmma_begin() {
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }

@@ -10,13 +10,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from itertools import pairwise
+from typing import Literal, Protocol, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.attention import Values
+from actors.kernels import attention_fp8
+from actors.kernels.attention import Attention, Values
+from actors.kernels.attention_fp8 import FEWEST_KEYS
 from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
@@ -28,7 +31,25 @@ WINDOW = "window_"
 
 Layer = TypeVar("Layer")
 
-Computed = Callable[["Affine", Tensor], Tensor]
+ATTENTION = " attention"
+"""Ends the name of a block's attention, after that of its qkv."""
+
+
+class Quantisable(Protocol):
+    """What can be computed in FP8: a linear layer, or the attention of a block."""
+
+    @property
+    def name(self) -> str: ...
+
+    def plain(self, x: Tensor) -> Tensor: ...
+
+    def in_fp8(self, x: Tensor) -> Tensor: ...
+
+    def operations(self, x: Tensor) -> int:
+        """Multiplications that FP8 makes faster."""
+
+
+Computed = Callable[[Quantisable, Tensor], Tensor]
 
 _computed: list[Computed] = []
 """Of `computed_by`. No ContextVar, which torch.compile does not read."""
@@ -75,7 +96,16 @@ class Affine:
         """As `linear`, or in FP8: for layers that the fast form may compute in FP8."""
         if _computed:
             return _computed[-1](self, x)
-        return fp8.linear(x, self.weight, self.bias) if self.fp8 else self.linear(x)
+        return self.in_fp8(x) if self.fp8 else self.linear(x)
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+    def in_fp8(self, x: Tensor) -> Tensor:
+        return fp8.linear(x, self.weight, self.bias)
+
+    def operations(self, x: Tensor) -> int:
+        return len(x) * self.weight.numel()
 
     def linear(self, x: Tensor) -> Tensor:
         if self.clips is None:
@@ -109,6 +139,35 @@ class BlockWeights:
     head size] over each; [3, head size]: of v, too."""
     after: tuple[Affine, Affine] | None = None
     """Norms of what attention and what the MLP adds, with `both_norms`."""
+    attention: str = ""
+    """Its name; see ATTENTION."""
+    attention_fp8: bool = False
+    """Whether long segments attend in FP8; see Attention.fp8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attending:
+    """The attention of a block, as something that can be computed in FP8. x: see Attention."""
+
+    name: str
+    attention: Attention
+    values: Values
+    """With segment ends, as SegmentAttention has them."""
+
+    def plain(self, x: Tensor) -> Tensor:
+        return self.attention(x, self.values)
+
+    def in_fp8(self, x: Tensor) -> Tensor:
+        return self.attention.fp8(x, self.values, None, None)
+
+    def operations(self, x: Tensor) -> int:
+        """0 if the device has no such attention, or no segment is long enough."""
+        if not attention_fp8.has(x):
+            return 0
+        ends: list[int] = list(dict.fromkeys(self.values["segment_ends"].tolist()))
+        lengths, fewest = (b - a for a, b in pairwise([0, *ends])), FEWEST_KEYS[x.shape[3]]
+        long = sum(length**2 for length in lengths if length >= fewest)
+        return 2 * long * x[0, 0].numel()
 
 
 @contextmanager
@@ -194,7 +253,7 @@ class ReferenceBlocks:
         for index, layer in numbered(self.weights):
             seen = windows if index in self.style.windowed else values
             qkv = self.before(x, cos, sin, layer)
-            x = self.after(x, self.attention[index](qkv, seen), layer)
+            x = self.after(x, self.attend(index, qkv, seen, layer), layer)
             if index in self.taps:
                 tapped.append(x)
         return x, tapped
@@ -212,6 +271,16 @@ class ReferenceBlocks:
         if cos is not None and sin is not None:
             qkv = torch.cat([rotate(qkv[:, :2], cos, sin), qkv[:, 2:]], dim=1)
         return qkv
+
+    def attend(self, index: int, qkv: Tensor, seen: Values, layer: BlockWeights) -> Tensor:
+        attention = self.attention[index]
+        if _computed and layer.attention and index not in self.style.windowed:
+            attending = Attending(layer.attention, cast("Attention", attention), seen)
+            if attending.operations(qkv):
+                return _computed[-1](attending, qkv)
+        if layer.attention_fp8:
+            return cast("Attention", attention).fp8(qkv, seen, None, None)
+        return attention(qkv, seen)
 
     def after(self, x: Tensor, attended: Tensor, layer: BlockWeights) -> Tensor:
         y = layer.proj.linear(attended)

@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.kernels.attention import Values
+from actors.kernels.attention import Attention, Values
+from actors.kernels.attention_fp8 import rotate_given
 from actors.kernels.gemm.cublaslt import Epilogue
 from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
@@ -29,7 +31,6 @@ from actors.kernels.triton.elementwise import (
     norm,
     quantised,
     quantised_norm,
-    rotate_,
     shifted,
     swiglu,
 )
@@ -59,6 +60,7 @@ class FastLayer:
     qk_norm: Tensor | None
     shift2: Tensor
     norm2: Affine
+    attention_fp8: bool
 
 
 class FastBlocks:
@@ -121,9 +123,13 @@ class FastBlocks:
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
-        if cos is not None and sin is not None:
-            rotate_(qkv, cos, sin)
-        self.proj(index, self.attention[index](qkv, seen), x)
+        attention = self.attention[index]
+        if layer.attention_fp8:
+            attended = cast("Attention", attention).fp8(qkv, seen, cos, sin)
+        else:
+            rotate_given(qkv, cos, sin)
+            attended = attention(qkv, seen)
+        self.proj(index, attended, x)
 
     def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
         fp8 = self.up.fp8(index, len(x)), self.down.fp8(index, len(x))
@@ -159,7 +165,9 @@ def fold(weights: Sequence[BlockWeights]) -> tuple[list[FastLayer], list[Tensor]
     layers, after = [], []
     for layer in weights:
         middle = shift + layer.proj.bias.float()
-        layers.append(FastLayer(shift, layer.norm1, layer.qk_norm, middle, layer.norm2))
+        layers.append(
+            FastLayer(shift, layer.norm1, layer.qk_norm, middle, layer.norm2, layer.attention_fp8)
+        )
         shift = middle + layer.down.bias.float()
         after.append(shift)
     return layers, after

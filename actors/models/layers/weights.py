@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import Affine, BlockWeights
+from actors.models.layers.block import ATTENTION, Affine, BlockWeights
 from actors.models.layers.patches import folded_embedding, scaled_to_bytes
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import side
@@ -188,7 +188,7 @@ class Weights:
         dtype: torch.dtype,
         fp8: Collection[str] = (),
     ) -> None:
-        """`fp8`: the linear layers that are computed in FP8; of fused ones, the first."""
+        """`fp8`: the layers that are computed in FP8; see PrecisionPlan."""
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
@@ -269,6 +269,8 @@ class Weights:
                 )
                 if names.after
                 else None,
+                attention=f"{block}.{names.qkv[0]}{ATTENTION}",
+                attention_fp8=f"{block}.{names.qkv[0]}{ATTENTION}" in self.fp8,
             )
             for block in (f"{names.block}.{layer}" for layer in range(depth))
         ]

@@ -1,0 +1,159 @@
+"""Attention of long segments in FP8 on compute capability 9.0: see ../attention_fp8.py.
+
+Two kernels: attention_fp8_inputs.cu rotates and quantises, attention_fp8.cu attends. What is
+quantised lies in slots: one for each patch, in their order, and unused ones before long segments,
+so that each of these starts at a multiple of 16. TMA copies transposed values, whose first index is
+the slot, from such places only.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from actors.kernels import Shapes, Values
+from actors.kernels.attention_fp8 import FEWEST_KEYS, VALUE_SCALE, query_scale
+from actors.kernels.hopper import cuda
+from actors.kernels.hopper.attention import STRIP_ROWS, Ring, item_table
+from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, encoded_map
+
+RING = Ring(128, 8, cluster=2, groups=2)
+TILE_ROWS = STRIP_ROWS * RING.groups * RING.cluster  # queries of an entry of the table
+ALIGNED = 16  # slots
+FLUSH = 4  # blocks of keys whose sums the tensor cores keep
+SLOTS = 32  # of a block of the kernel that quantises
+HEADROOM = 1.0  # octaves between a row's largest weight and 448, when its reference is chosen
+FOLDER = Path(__file__).parent
+
+log = logging.getLogger(__name__)
+
+
+class HopperLongAttention:
+    """See LongAttention. For one head size."""
+
+    def __init__(self, prepare: Sequence[LoadedKernel], attend: LoadedKernel, size: int) -> None:
+        """`prepare`: without rotary embedding, and with it."""
+        self.prepare = prepare
+        self.attend = attend
+        self.fewest = FEWEST_KEYS[size]
+
+    def inputs(self, patches: int) -> Shapes:
+        """The table of the long segments, in slots, and for each slot its patch, or -2 - the patch
+        if that is in a short segment, or -1 if there is none."""
+        long = patches // self.fewest
+        if not long:
+            return {}
+        slots = patches + -patches % ALIGNED + long * ALIGNED
+        return {
+            "attention_long_items": ((1 + patches // TILE_ROWS + long, 4), torch.int32),
+            "attention_slots": ((slots,), torch.int32),
+        }
+
+    def metadata(self, lengths: Sequence[int], patches: int) -> dict[str, Tensor]:
+        ((items, _), _), ((rows,), kind) = self.inputs(patches).values()
+        slots = torch.full((rows,), -1, dtype=kind)
+        start, patch, segments = 0, 0, []
+        for length in lengths:
+            long = length >= self.fewest
+            gap = -start % ALIGNED if long else 0
+            segments += [gap, length]
+            start += gap
+            named = torch.arange(patch, patch + length, dtype=kind)
+            slots[start : start + length] = named if long else -2 - named
+            start += length
+            patch += length
+        table = item_table(segments, RING, items, lambda length: length >= self.fewest)
+        return {"attention_long_items": table, "attention_slots": slots}
+
+    def __call__(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> None:
+        _, _, heads, size = qkv.shape
+        tokens, pitch = values["attention_slots"], 80 if size > 64 else 64
+        slots, row = len(tokens), 2 * heads * pitch
+        # Blocks of keys reach beyond the end: what lies there is masked.
+        qk = torch.empty(slots + RING.keys, row, dtype=torch.uint8, device=qkv.device)
+        value = torch.empty(heads * size, slots, dtype=torch.uint8, device=qkv.device)
+        angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
+        grid = (-(-slots // SLOTS), 1, 1)
+        self.prepare[cos is not None].launch(grid, qkv, *angles, tokens, qk, value, slots, heads)
+        # Keys 4a + 2b + c of 16 arrive as rows 8b + 2a + c: see attention_fp8.cu.
+        sizes, steps = (row, slots, 4, 2, RING.keys // 16), (row, 4 * row, 2 * row, 16 * row)
+        keys, order = (qk.data_ptr(), torch.uint8, sizes, steps), (2, 4, 2, RING.keys // 16)
+        by_column = (value.data_ptr(), torch.uint8, (slots, heads * size), (slots,))
+        maps = b"".join(
+            [
+                encoded_map(*keys, (64, *order), 64),
+                encoded_map(*keys, (16, *order), 16),
+                encoded_map(*by_column, (RING.keys, size), RING.keys),
+            ]
+        )
+        sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+        blocks, scale = sms // RING.cluster * RING.cluster, struct.pack("f", 1 / VALUE_SCALE)
+        table = values["attention_long_items"]
+        self.attend.launch((blocks, 1, 1), qkv, qk, tokens, table, maps, heads, scale)
+
+
+@cache
+def long_kernels(device: torch.device, dtype: torch.dtype, size: int) -> HopperLongAttention | None:
+    """None, logged once, if they cannot be used. Cached, because they take seconds to compile."""
+    element = ELEMENTS[dtype]
+    try:
+        with torch.cuda.device(device):
+            prepare = [
+                cuda.load(
+                    cuda.compiled(inputs_source(element, size, rotary)),
+                    "prepare",
+                    SLOTS * size // 8,
+                    0,
+                )
+                for rotary in (False, True)
+            ]
+            image, threads = cuda.compiled(source(element, size)), 128 * (RING.groups + 1)
+            attend = cuda.load(image, "attend", threads, shared_bytes(size))
+            return HopperLongAttention(prepare, attend, size)
+    except (ImportError, OSError, RuntimeError) as error:
+        log.warning("attention in 16 bits: that in FP8 cannot be used: %s", error)
+        return None
+
+
+def shared_bytes(size: int) -> int:
+    """Stages of keys and values, and the constants that pad keys; up to 1023 are for alignment."""
+    rest = 16 if size > 64 else 0
+    return 1024 + RING.kept_patches * (size + 8 + 64 + rest) + RING.keys * 16
+
+
+def source(element: str, size: int) -> str:
+    defined = {
+        "SIZE": size,
+        "GROUPS": RING.groups,
+        "KEYS": RING.keys,
+        "STAGES": RING.stages,
+        "CLUSTER": RING.cluster,
+        "SHARES": "false",
+        "FLUSH": FLUSH,
+        "HEADROOM": f"{HEADROOM!r}f",
+    }
+    return cuda.source(
+        element,
+        defined,
+        cuda.wgmma("multiply_qk", "e4m3", RING.keys),
+        cuda.wgmma("multiply_pv", "e4m3", size + 8),
+        FOLDER / "attention_items.cu",
+        FOLDER / "attention_fp8.cu",
+    )
+
+
+def inputs_source(element: str, size: int, rotary: bool) -> str:
+    defined = {
+        "SIZE": size,
+        "STAGES": RING.stages,
+        "ROTARY": int(rotary),
+        "QK_SCALE": f"{query_scale(size)!r}f",
+        "V_SCALE": f"{VALUE_SCALE!r}f",
+    }
+    return cuda.source(element, defined, FOLDER / "attention_fp8_inputs.cu")

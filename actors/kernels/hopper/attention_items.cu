@@ -1,0 +1,69 @@
+// The work items of attention.cu and attention_fp8.cu, as the table of attention.py gives them.
+
+constexpr int TOGETHER = GROUPS * CLUSTER;  // strips that a crew computes at a time
+constexpr int EVEN_STRIPS = 8;  // with more of them, even splitting is no faster than tiles
+
+// A crew is a cluster of CLUSTER blocks (CTAs), which compute different strips with the same keys
+// and values. The work items are the table's entries, once per head; crews take them in turn. The
+// items of the last round would leave SMs idle, so each of them is split into as many parts as
+// there are crews for it. A single segment that is too long for one round is first split evenly
+// over all crews, unless that would leave a warpgroup alone with a strip.
+struct Plan {
+    int heads, crew, crews;
+    int whole, share, items;  // unsplit items, parts of each other one, all items
+    int even;                 // replaces the last number of every entry, unless 0
+    DEVICE Plan(const int4* table, int heads)
+        : heads(heads), crew(blockIdx.x / CLUSTER), crews(gridDim.x / CLUSTER) {
+        int4 counts = __ldg(table);
+        int parts = max(crews / heads, 1), strips = (counts.y + parts - 1) / parts;
+        even = strips % TOGETHER == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
+        if (strips == 0) even = 0;
+        int all = (even ? parts : counts.x) * heads, left = all % crews;
+        whole = all - left;
+        share = crews / max(left, 1);
+        items = whole + left * share;
+    }
+    DEVICE int at(int item) const {
+        return item < whole ? item : whole + (item - whole) / share;
+    }
+    DEVICE int4 entry(const int4* table, int item) const {
+        int4 found = __ldg(table + 1 + (item < items && !even ? at(item) / heads : 0));
+        if (even) found.w = even;
+        return found;
+    }
+};
+
+// One item: `strips` strips of 64 queries from `row` on, of one head of the segment [start, end).
+// `shared`: there is at most one strip for each CTA, whose keys are divided among its warpgroups,
+// if SHARES. Otherwise each warpgroup takes strips of its own.
+struct Work {
+    int start, end, row, head, strips;
+    bool shared;
+    DEVICE Work(const Plan& plan, int item, const int4& entry) {
+        start = entry.x;
+        end = entry.y;
+        int tiles = entry.w & 0xffff, most = entry.w >> 16;
+        int within = plan.at(item) - entry.z * plan.heads;
+        head = within / tiles;
+        row = start + within % tiles * most * 64;
+        strips = max(min(most, (end - row + 63) / 64), 0);
+        shared = false;
+        if (item >= plan.whole) {
+            int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
+            strips = strips * (part + 1) / plan.share - first;
+            row += first * 64;
+            shared = SHARES && strips <= CLUSTER && !kept();
+        }
+    }
+    // The first strip of a warpgroup; its others follow in steps of TOGETHER.
+    DEVICE int first(int rank, int group, int turn) const {
+        return shared ? rank : (rank * GROUPS + group + TOGETHER - turn) % TOGETHER;
+    }
+    // The warpgroup that takes the first strip of the next item, so that all get equally many.
+    DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % TOGETHER; }
+    // Whether the ring holds all keys of the segment at once.
+    DEVICE bool kept() const { return blocks() <= STAGES; }
+    // The last block of keys, the one that may be partial, comes first.
+    DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
+    DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
+};
