@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -85,7 +85,7 @@ class HopperAttention:
         tables = {"attention_items": item_table(lengths, ring, rows)}
         if self.long and "attention_short_items" in inputs:
             fewest = self.long.fewest
-            short = item_table(lengths, ring, rows, lambda length: length < fewest)
+            short = item_table(lengths, ring, rows, [length < fewest for length in lengths])
             tables["attention_short_items"] = short
             tables |= self.long.metadata(lengths, patches)
         return tables
@@ -121,11 +121,11 @@ class HopperAttention:
 
 
 def item_table(
-    lengths: Sequence[int], ring: Ring, size: int, chosen: Callable[[int], bool] | None = None
+    lengths: Sequence[int], ring: Ring, size: int, chosen: Sequence[bool] = ()
 ) -> Tensor:
     """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
     rows are zero. The strips are given only for a segment that the ring does not hold at once.
-    `chosen`: of which lengths segments get entries, unless all.
+    `chosen`: which segments get entries, unless all.
 
     A segment that the ring holds is one entry; a longer one has an entry per tile of a cluster. An
     entry is its segment's start and end, that segment's first entry (counted from 0), and
@@ -135,7 +135,7 @@ def item_table(
     end = length.cumsum(dtype=np.int32)
     longest_first = np.argsort(-length, kind="stable")
     if chosen:
-        longest_first = longest_first[[chosen(length[index]) for index in longest_first]]
+        longest_first = longest_first[np.asarray(chosen)[longest_first]]
     length, end = length[longest_first], end[longest_first]
     strips = -(-length // STRIP_ROWS)
     long, tile = length > ring.kept_patches, ring.groups * ring.cluster

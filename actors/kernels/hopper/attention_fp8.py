@@ -58,17 +58,18 @@ class HopperLongAttention:
     def metadata(self, lengths: Sequence[int], patches: int) -> dict[str, Tensor]:
         ((items, _), _), ((rows,), kind) = self.inputs(patches).values()
         slots = torch.full((rows,), -1, dtype=kind)
-        start, patch, segments = 0, 0, []
+        start, patch, segments, chosen = 0, 0, list[int](), list[bool]()
         for length in lengths:
             long = length >= self.fewest
             gap = -start % ALIGNED if long else 0
             segments += [gap, length]
+            chosen += [False, long]
             start += gap
             named = torch.arange(patch, patch + length, dtype=kind)
             slots[start : start + length] = named if long else -2 - named
             start += length
             patch += length
-        table = item_table(segments, RING, items, lambda length: length >= self.fewest)
+        table = item_table(segments, RING, items, chosen)
         return {"attention_long_items": table, "attention_slots": slots}
 
     def __call__(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> None:

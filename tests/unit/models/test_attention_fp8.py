@@ -94,13 +94,14 @@ def test_short_segments_and_other_heads_are_as_before() -> None:
     assert torch.equal(made, exact)
 
 
-@pytest.mark.usefixtures("long_from_64")
+@pytest.mark.parametrize("fewest", [1, 64])
 @pytest.mark.parametrize(
     "lengths", [[64], [63, 64, 65], [1, 300, 2, 513, 64], [3] * 30 + [100], [16, 80, 160]]
 )
-def test_long_segments_lie_where_tma_can_read_them(lengths: list[int]) -> None:
+def test_long_segments_lie_where_tma_can_read_them(lengths: list[int], fewest: int) -> None:
     """It reads values from multiples of 16 only; elsewhere it is an illegal instruction."""
     attention, patches = HopperLongAttention([], LoadedKernel(None, 0, 0), 72), sum(lengths) + 7
+    attention.fewest = fewest
     shapes = attention.inputs(patches)
     tables = attention.metadata(lengths, patches)
     assert {name: (tuple(table.shape), table.dtype) for name, table in tables.items()} == shapes
@@ -113,8 +114,8 @@ def test_long_segments_lie_where_tma_can_read_them(lengths: list[int]) -> None:
         found.add((slots[start], end - start))
     ends = [sum(lengths[: index + 1]) for index in range(len(lengths))]
     segments = [(end - length, length) for end, length in zip(ends, lengths, strict=True)]
-    assert found == {each for each in segments if each[1] >= 64}
-    short = [start + i for start, length in segments if length < 64 for i in range(length)]
+    assert found == {each for each in segments if each[1] >= fewest}
+    short = [start + i for start, length in segments if length < fewest for i in range(length)]
     assert [-2 - slot for slot in slots if slot < -1] == short
 
 
