@@ -358,9 +358,11 @@ class Pipeline:
     def _pending(
         self, item: Item, dtype: Dtype, write: Coroutine[Any, Any, Embedding]
     ) -> Embedding:
-        rows, task = rows_of(item), asyncio.create_task(write)
-        there = not rows.is_cuda and dtype == self.writer.spec.dtype
-        pending = PendingWrite(task, as_bytes(rows, dtype)[0] if there else None)
+        rows, task = item.rows, asyncio.create_task(write)
+        # Neither a video's chunks nor rows that left the device in FP8.
+        there = isinstance(rows, torch.Tensor) and not rows.is_cuda
+        same = there and dtype == self.writer.spec.dtype
+        pending = PendingWrite(task, as_bytes(rows, dtype)[0] if same else None)
 
         def written(_: asyncio.Task[Embedding]) -> None:
             pending.rows = None

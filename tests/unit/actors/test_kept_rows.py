@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors import pipeline as pipelines
 from actors.allocator import aligned
 from actors.encoder import KeptRows
 from actors.errors import StartError
@@ -390,6 +391,23 @@ def test_what_is_taken_need_not_be_written_and_is_released(
         assert of.references.bytes == 0
 
     of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_rows_that_leave_the_device_in_fp8_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelines, "INLINE_BYTES", 0)  # so that it is written after the answer
+
+    async def run() -> None:
+        for _ in range(2):
+            (name,) = await keep(of, 96, dtype="float8_e4m3")
+            kept = await of.fetch(name)
+            assert kept
+            assert (kept.embedding.data.size, len(kept.embedding.scales)) == (6 * 192, 6 * 4)
+
+    of = pipeline(0)
     try:
         asyncio.run(run())
     finally:
