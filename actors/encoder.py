@@ -71,15 +71,15 @@ class KeptRows:
             raise late() from None
 
     def take(self, name: str) -> memoryview | None:
-        def drop_late(done: Future[Bytes | None]) -> None:
+        def free_late(done: Future[Bytes | None]) -> None:
             if not done.exception() and done.result() is not None:
-                self.drop(name)
+                self.free(name)  # not released: the reader may ask the front door
 
         answer = self._begin(self.pipeline.take(name))
         try:
             found = answer.result(KEPT_ROWS_SECONDS)
         except TimeoutError:
-            answer.add_done_callback(drop_late)
+            answer.add_done_callback(free_late)
             raise late() from None
         return None if found is None else found.data
 

@@ -70,6 +70,7 @@ class RowsConnection:
         self.local = channel.family == socket.AF_UNIX
         self.known = self.local  # a process of this user, or one that has named a kept id
         self.held: Counter[str] = Counter()
+        self.taking = False
         limited(channel, HOLD_SECONDS if self.known else STRANGER_SECONDS, SEND_SECONDS)
 
     def request(self) -> tuple[bytes, str] | None:
@@ -132,8 +133,8 @@ class RowsServer:
         return RowsPlace(str(path), tcp)
 
     def stop(self, grace_seconds: float = 0) -> None:
-        """Takes no more connections, and ends those there are once they hold nothing, at the latest
-        after `grace_seconds`."""
+        """Takes no more connections, and ends those there are once they hold nothing and take
+        nothing, at the latest after `grace_seconds`."""
         self._running = False
         for listener in self._listeners:
             with suppress(OSError):
@@ -141,7 +142,8 @@ class RowsServer:
             listener.close()
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(one.held for one in self._connections), grace_seconds
+                lambda: not any(one.held or one.taking for one in self._connections),
+                grace_seconds,
             )
             for one in self._connections:
                 one.end()
@@ -204,20 +206,24 @@ class RowsServer:
 
     def _give(self, connection: RowsConnection, name: str) -> None:
         """Sends the rows of a whole name, which is released."""
+        connection.taking = True
         try:
             rows = self._store.take(name)
+            if rows is None:
+                send(connection.channel, memoryview(answer({"error": UNKNOWN})))
+                return
+            connection.admit()
+            try:
+                send(connection.channel, memoryview(answer({"size_bytes": len(rows)})))
+                send(connection.channel, rows)
+            finally:
+                self._store.drop(name)
         except ServiceError as error:
             send(connection.channel, memoryview(answer({"error": error.message})))
-            return
-        if rows is None:
-            send(connection.channel, memoryview(answer({"error": UNKNOWN})))
-            return
-        connection.admit()
-        try:
-            send(connection.channel, memoryview(answer({"size_bytes": len(rows)})))
-            send(connection.channel, rows)
         finally:
-            self._store.drop(name)
+            connection.taking = False
+            with self._changed:
+                self._changed.notify_all()
 
     def _answer(self, connection: RowsConnection, verb: bytes, name: str) -> None:
         fields: dict[str, Any] = {}

@@ -6,14 +6,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import fields
 from time import monotonic
 from typing import Any
 
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader, RowsRefused
-from encoder_service.client.items import ServiceError
-from encoder_service.client.receiving import uninitialised
+from encoder_service.client.items import ServiceError, reading
+from encoder_service.client.receiving import MOST_ROWS_BYTES, uninitialised
 from encoder_service.client.transports import Transport
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WIDTHS, Document
@@ -39,12 +41,19 @@ class DirectRows:
         by_id = options.get("reference") or options.get("dtype") == "float8_e4m3"
         if by_id or self.avoided:
             return await self._transport.encode(items, options)
-        document = await self._transport.encode(items, options | {"reference": True})
-        kept = defaultdict[str, list[Document]](list)
-        for item in document["items"]:
-            if reference := item.get("reference"):
-                kept[reference.partition(".")[0]].append(item)
-        await asyncio.gather(*(self._take(replica, found) for replica, found in kept.items()))
+        try:
+            document = await self._transport.encode(items, options | {"reference": True})
+        except ServiceError as error:
+            if error.type != "too_large":
+                raise
+            # Perhaps only to be kept: references.max_bytes is not limits.max_response_bytes.
+            return await self._transport.encode(items, options)
+        with reading():
+            kept = defaultdict[str, list[Document]](list)
+            for item in document["items"]:
+                if reference := item.get("reference"):
+                    kept[reference.partition(".")[0]].append(item)
+            await all_of(self._take(replica, found) for replica, found in kept.items())
         return document
 
     @property
@@ -58,25 +67,29 @@ class DirectRows:
 
     async def _take(self, name: str, items: Sequence[Document]) -> None:
         """Puts the rows of one replica's items into them."""
-        replica = self._replicas.setdefault(name, ReplicaRows())
-        async with replica.turns:
+        if (replica := self._replicas.get(name)) is None:
+            # No id comes of replicas that are gone, so only this closes their connections.
+            self._replicas = {key: one for key, one in self._replicas.items() if one.connected}
+            replica = self._replicas[name] = ReplicaRows()
+        async with replica.turn():
             try:
                 reader = await replica.reader(self._transport, items[0]["reference"])
                 await replica.take(reader, items)
             except (ConnectionError, RowsRefused, ServiceError):
                 self._avoided_until = monotonic() + AVOIDED_SECONDS
-                self._replicas.pop(name, None)
                 replica.close()
         turns = asyncio.Semaphore(FETCHES_AT_ONCE)
         left = (item for item in items if "reference" in item)
-        await asyncio.gather(*(self._fetch(item, turns) for item in left))
+        await all_of(self._fetch(item, turns) for item in left)
 
     async def _fetch(self, item: Document, turns: asyncio.Semaphore) -> None:
-        """Puts the rows of an item into it, through the front door."""
+        """Puts the rows of an item into it, through the front door, and releases its id."""
         reference = item.pop("reference")
         try:
             async with turns:
                 document = await self._transport.fetch(reference)
+                with suppress(ServiceError):  # it expires
+                    await self._transport.release(reference)
         except ServiceError as error:
             if error.type != "not_found":
                 raise
@@ -89,9 +102,26 @@ class ReplicaRows:
     """The connections to one replica."""
 
     def __init__(self) -> None:
-        self.turns = asyncio.Semaphore(CONNECTIONS)
+        self._turns = asyncio.Semaphore(CONNECTIONS)
+        self._calls = 0
         self._idle: list[RowsReader] = []
         self._place: RowsPlace | None = None
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        """Waits for one of the CONNECTIONS."""
+        self._calls += 1
+        try:
+            async with self._turns:
+                yield
+        finally:
+            self._calls -= 1
+
+    @property
+    def connected(self) -> bool:
+        """Whether a call is under way or a connection is open. Closes those that were lost."""
+        self._idle = [reader for reader in self._idle if reader.alive]
+        return bool(self._idle) or self._calls > 0
 
     async def reader(self, transport: Transport, reference: str) -> RowsReader:
         """An idle connection, or a new one. Raises ConnectionError, ServiceError."""
@@ -99,7 +129,9 @@ class ReplicaRows:
             if (reader := self._idle.pop()).alive:
                 return reader
         if self._place is None:
-            self._place = RowsPlace(**await transport.place(reference))
+            place = await transport.place(reference)
+            # A newer service may say more.
+            self._place = RowsPlace(**{one.name: place[one.name] for one in fields(RowsPlace)})
         found = await asyncio.to_thread(RowsReader.connect, self._place)
         if found is None:
             raise ConnectionError("the replica cannot be reached")
@@ -115,13 +147,28 @@ class ReplicaRows:
         self._idle.append(reader)
 
     def close(self) -> None:
+        """Closes those that are idle. The place is asked for again."""
+        self._place = None
         while self._idle:
             self._idle.pop().close()
+
+
+async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Once one of them fails, the others are cancelled: the next attempt makes its own."""
+    tasks = [asyncio.create_task(call) for call in calls]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def take_all(reader: RowsReader, items: Sequence[Document]) -> None:
     for item in items:
         size_bytes = math.prod(item["shape"]) * WIDTHS[item["dtype"]]
+        if not 0 <= size_bytes <= MOST_ROWS_BYTES:
+            raise ValueError(f"rows of {size_bytes} bytes")
         data = uninitialised(None, size_bytes)
         reader.take(item["reference"].partition(".")[2], memoryview(data))
         del item["reference"]

@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from actors import encoder
 from actors import pipeline as pipelines
 from actors.allocator import aligned
 from actors.encoder import KeptRows
-from actors.errors import StartError
+from actors.errors import StartError, Unavailable
 from actors.options import (
     ActorOptions,
     CacheOptions,
@@ -397,6 +398,34 @@ def test_what_is_taken_need_not_be_written_and_is_released(
         of.close()
 
 
+def test_what_is_taken_too_late_stays(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader, who was told so, asks the front door."""
+
+    async def run() -> None:
+        kept = KeptRows(of)
+        kept.loop = asyncio.get_running_loop()
+        gate.clear()
+        (name,) = await keep(of, 96, dtype="bfloat16")
+        monkeypatch.setattr(encoder, "KEPT_ROWS_SECONDS", 0.05)
+        with pytest.raises(Unavailable, match="did not answer"):
+            await asyncio.to_thread(kept.take, name)
+        gate.set()
+        assert (await by_value(of, name)).shape == (6, 192)
+        held: Any = of.references._holds
+        async with asyncio.timeout(20):
+            while held:
+                await asyncio.sleep(0.01)
+        assert await of.fetch(name)
+
+    of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
 def test_rows_that_leave_the_device_in_fp8_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines, "INLINE_BYTES", 0)  # so that it is written after the answer
 
@@ -405,7 +434,8 @@ def test_rows_that_leave_the_device_in_fp8_are_kept(monkeypatch: pytest.MonkeyPa
             (name,) = await keep(of, 96, dtype="float8_e4m3")
             kept = await of.fetch(name)
             assert kept
-            assert (kept.embedding.data.size, len(kept.embedding.scales)) == (6 * 192, 6 * 4)
+            found: Any = kept.embedding
+            assert (found.data.size, len(found.scales)) == (6 * 192, 6 * 4)
 
     of = pipeline(0)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from actors.options import ReferenceOptions
 from actors.pipeline import NO_BYTES
 from actors.rows.memory import RowMemory
 from actors.rows.protocol import RowsPlace
@@ -21,6 +23,9 @@ from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.http import build
 from encoder_service.client import Client, ServiceError
 from encoder_service.client import direct as module
+from encoder_service.config import LimitOptions
+from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.formats import Document
 from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, service
@@ -38,7 +43,8 @@ class Keeping(Fleet):
         self.store = Dictionary(RowMemory.shared(2**20))
         self.kept: dict[str, Kept] = {}
         self.at = RowsPlace("", "")
-        self.by_value = self.places = self.fetched = 0
+        self.name = "replica"
+        self.by_value = self.places = self.fetched = self.released = 0
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
@@ -55,14 +61,18 @@ class Keeping(Fleet):
         name = f"{token_urlsafe(24)}.{token_urlsafe(24)}"
         self.store.tensors[name] = rows
         data = rows.view(torch.uint8).flatten().numpy()
-        self.kept[f"replica.{name}"] = Kept(media, replace(answer, data=data))
-        return replace(answer, data=NO_BYTES, reference=f"replica.{name}")
+        reference = f"{self.name}.{name}"
+        self.kept[reference] = Kept(media, replace(answer, data=data))
+        return replace(answer, data=NO_BYTES, reference=reference)
 
     async def fetch(self, reference: str) -> Kept:
         self.fetched += 1
         if reference not in self.kept:
             raise unknown(reference)
         return self.kept[reference]
+
+    async def release(self, reference: str) -> None:
+        self.released += 1
 
     def place(self, reference: str) -> RowsPlace:
         self.places += 1
@@ -72,9 +82,10 @@ class Keeping(Fleet):
 class Served:
     def __init__(self, folder: Path) -> None:
         self.fleet = Keeping()
+        self.service = service(self.fleet)
         self.stack = ExitStack()
         self.server, self.fleet.at = self.stack.enter_context(serving(self.fleet.store, folder))
-        self.url = self.stack.enter_context(in_a_thread(build(service(self.fleet))))
+        self.url = self.stack.enter_context(in_a_thread(build(self.service)))
 
     def rows(self) -> list[np.ndarray[Any, Any]]:
         return [np.asarray(one.embedding.data) for one in self.fleet.kept.values()]
@@ -120,6 +131,7 @@ def test_a_replica_that_cannot_be_reached(served: Served, at: RowsPlace) -> None
         for one, kept in zip(encoded(client), served.rows(), strict=True):
             np.testing.assert_array_equal(one, kept)
         assert (served.fleet.fetched, served.fleet.by_value) == (3, 0)
+        assert served.fleet.released == 3
         encoded(client)
     assert (served.fleet.fetched, served.fleet.by_value) == (3, 1)
 
@@ -159,3 +171,80 @@ def test_rows_that_are_gone_are_an_error_that_may_be_retried(
         with pytest.raises(ServiceError, match="was lost") as raised:
             client.encode(IMAGES)
         assert raised.value.retryable
+
+
+def test_what_is_too_large_to_be_kept_is_sent(served: Served) -> None:
+    served.service.references = ReferenceOptions(max_bytes=0)
+    with Client(served.url, direct=True) as client:
+        assert [len(one.data) > 0 for one in client.encode(IMAGES)] == [True] * 3
+        assert served.fleet.by_value == 1
+        served.service.limits = LimitOptions(max_response_bytes=1)
+        with pytest.raises(ServiceError, match="max_response_bytes"):
+            client.encode(IMAGES)
+
+
+def test_connections_of_replicas_that_are_gone_are_closed(served: Served, tmp_path: Path) -> None:
+    with Client(served.url, direct=True) as client:
+        encoded(client)
+        served.server.stop()
+        (tmp_path / "again").mkdir()
+        served.fleet.name = "other"
+        _, served.fleet.at = served.stack.enter_context(
+            serving(served.fleet.store, tmp_path / "again")
+        )
+        encoded(client)
+        assert client.client.direct
+        assert client.client.direct._replicas.keys() == {"other"}
+
+
+def test_a_service_that_says_more_than_is_known(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(served.url, direct=True) as client:
+        there = client.client.transport.place
+
+        async def place(reference: str) -> Document:
+            return await there(reference) | {"rdma": "mlx5_0"}
+
+        monkeypatch.setattr(client.client.transport, "place", place)
+        encoded(client)
+    assert served.fleet.fetched == 0
+
+
+@pytest.mark.parametrize(
+    "given", [{"shape": [2**40, 2**20]}, {"shape": [-1, 2]}, {"shape": None}, {"dtype": "int3"}]
+)
+def test_what_is_no_document_is_an_error_of_the_service(
+    served: Served, monkeypatch: pytest.MonkeyPatch, given: Document
+) -> None:
+    with Client(served.url, direct=True) as client:
+        there = client.client.transport.encode
+
+        async def encode(items: list[RequestItem], options: dict[str, Any]) -> Document:
+            found = await there(items, options)
+            return found | {"items": [one | given for one in found["items"]]}
+
+        monkeypatch.setattr(client.client.transport, "encode", encode)
+        with pytest.raises(ServiceError, match="not a response of this service"):
+            client.encode(IMAGES)
+
+
+def test_nothing_goes_on_after_an_error(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    served.fleet.at = RowsPlace("/nowhere", "")
+    left: list[str] = []
+    with Client(served.url, retries=0, direct=True) as client:
+
+        async def fetch(reference: str) -> Document:
+            left.append(reference)
+            if len(left) == len(IMAGES):
+                raise ServiceError("unavailable", "no replica")
+            try:
+                never: asyncio.Future[Document] = asyncio.get_running_loop().create_future()
+                return await never
+            finally:
+                left.remove(reference)
+
+        monkeypatch.setattr(client.client.transport, "fetch", fetch)
+        with pytest.raises(ServiceError, match="no replica"):
+            client.encode(IMAGES)
+        assert len(left) == 1

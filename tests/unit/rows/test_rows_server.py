@@ -17,7 +17,15 @@ import torch
 
 from actors.rows import protocol, server
 from actors.rows.memory import RowMemory
-from actors.rows.protocol import HOLD, REQUEST_BYTES, VERSION, RowsPlace, receive_answer
+from actors.rows.protocol import (
+    HOLD,
+    REQUEST_BYTES,
+    TAKE,
+    VERSION,
+    RowsPlace,
+    receive_answer,
+    receive_into,
+)
 from actors.rows.reader import RowsReader, RowsRefused
 from actors.rows.server import RowsServer
 from tests.unit.rows.kept import Dictionary, serving
@@ -416,3 +424,23 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     with pytest.raises(ConnectionError):  # it sends as many bytes as there are
         reader.take(others, memory[1:])
     until(lambda: store.held == 0)
+
+
+def test_the_end_waits_for_what_is_being_taken(
+    store: Dictionary, served: tuple[RowsServer, RowsPlace]
+) -> None:
+    running, place = served
+    name = "a" * 32 + "." + "b" * 32
+    store.tensors[name] = ROWS
+    with closing(raw(place)) as connection:
+        connection.sendall(bytes([VERSION]) + TAKE + name.replace(".", "").encode())
+        assert receive_answer(connection) == {"size_bytes": ROWS.nbytes}
+        stopping = threading.Thread(target=running.stop, args=(20,))
+        stopping.start()
+        until(lambda: not running._running)
+        time.sleep(0.1)
+        target = bytearray(ROWS.nbytes)
+        receive_into(connection, memoryview(target))
+        stopping.join(20)
+        assert ended(connection)
+    assert store.held == 0
