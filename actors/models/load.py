@@ -38,8 +38,9 @@ def family_of(model: ModelSpec) -> Family[Any]:
     try:
         family: Family[Any] = tower.family(model)
     except DAMAGED as error:
+        where = "the audio encoder's configuration" if model.audio else "vision_config"
         raise CheckpointError(
-            f"model.id {model.id!r}: vision_config lacks or misstates {error}"
+            f"model.id {model.id!r}: {where} lacks or misstates {error}"
         ) from error
     return family
 

@@ -75,6 +75,8 @@ def sounds(source: ModelSource) -> ModelSpec:
     encoder = PARAKEET | given
     mels, positions = int(encoder["num_mel_bins"]), int(encoder["max_position_embeddings"])
     only(encoder, FIXED, "the audio encoder")
+    if positions < 1:
+        raise ValueError(f"max_position_embeddings of the audio encoder: {positions}")
     if not int(encoder["conv_kernel_size"]) % 2:
         raise ValueError("conv_kernel_size of the audio encoder: only odd numbers are supported")
     only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
