@@ -146,7 +146,7 @@ class BlockWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Attending:
+class BlockAttention:
     """The attention of a block, as something that can be computed in FP8. x: see Attention."""
 
     name: str
@@ -275,7 +275,7 @@ class ReferenceBlocks:
     def attend(self, index: int, qkv: Tensor, seen: Values, layer: BlockWeights) -> Tensor:
         attention = self.attention[index]
         if _computed and layer.attention and index not in self.style.windowed:
-            attending = Attending(layer.attention, cast("Attention", attention), seen)
+            attending = BlockAttention(layer.attention, cast("Attention", attention), seen)
             if attending.operations(qkv):
                 return _computed[-1](attending, qkv)
         if layer.attention_fp8:
