@@ -163,7 +163,8 @@ def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
     if found := TOO_LARGE.search(details):
         message = (
             f"the request has {found[1]} bytes, over the {found[2]} that the service takes in one "
-            "message, a little more than its limits.max_body_bytes: send fewer items at a time"
+            "message, a little more than its limits.max_body_bytes: send fewer or smaller items, "
+            "or raise the limit"
         )
         return {"type": "too_large", "message": message}
     if "http1.x server" in details:  # gRPC's words
