@@ -767,3 +767,13 @@ def test_a_count_or_a_time_of_nothing_is_refused(
         cli.main(wrong.split())
     assert ended.value.code == 2
     assert f"{wrong.split()[-1]!r} is not a" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "encoder_service", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, f"encoder-service {__version__}\n")
