@@ -71,7 +71,7 @@ def test_what_images_of_every_family_take_is_measured_at_start(
 def test_all_goes_on_after_a_model_that_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    measured, released = [], []
+    measured, released = [], list[object]()
 
     def run(model: str, *_: object) -> ModelReport:
         if model == "gemma3-4b":
