@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The newest torch that comes without CUDA where there is a build for CPUs. Empty: the newest that pyproject.toml allows.
 TORCH ?= 'torch<2.14'
 
-.PHONY: setup serve demo demo-vectors demo-audio test test-extended test-all vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
+.PHONY: setup serve demo demo-vectors demo-audio test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service soak-nodes chaos overload refusals hostile lock wheels release
 
 setup: .venv/.installed
@@ -31,16 +31,14 @@ demo-audio: setup
 # Two workers: tests/conftest.py says what each runs.
 PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope
 
+# ALL=1: with those of test-extended in the same run, in which workers and clusters start once.
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(if $(ALL),-m 'not gpu and not slow and not engine')
 
 # The rest: chats, videos, two paths, manifests, the status page, fuzzing.
 test-extended: setup
 	$(PYTEST) -m 'extended and not gpu and not slow'
 
-# Both in one run: workers and clusters start once.
-test-all: setup
-	$(PYTEST) -m 'not gpu and not slow and not engine'
 
 # Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md. Then vLLM in our service.
 VLLM_PYTHON ?= .venv-vllm/bin/python
