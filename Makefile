@@ -39,7 +39,6 @@ test: setup
 test-extended: setup
 	$(PYTEST) -m 'extended and not gpu and not slow'
 
-
 # Embeddings, proxy and connector in vLLM itself, in an environment of its own: CONTRIBUTING.md. Then vLLM in our service.
 VLLM_PYTHON ?= .venv-vllm/bin/python
 vllm: setup
