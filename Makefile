@@ -28,13 +28,14 @@ demo-vectors: setup
 demo-audio: setup
 	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo audio
 
-# Two workers: one runs everything that needs Ray (tests/conftest.py).
+# Two workers: tests/conftest.py says what each runs.
 PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope
 
+# ALL=1: with those of test-extended in the same run, in which workers and clusters start once.
 test: setup
-	$(PYTEST)
+	$(PYTEST) $(if $(ALL),-m 'not gpu and not slow and not engine')
 
-# The rest of what CI runs: chats, videos, two paths, manifests, the status page, fuzzing.
+# The rest: chats, videos, two paths, manifests, the status page, fuzzing.
 test-extended: setup
 	$(PYTEST) -m 'extended and not gpu and not slow'
 

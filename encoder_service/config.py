@@ -351,6 +351,15 @@ def read_document(path: Path) -> dict[str, Any]:
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or not all(isinstance(one, dict) for one in applications):
         raise ConfigError(f"{path}: needs `applications:` with a list of applications")
+    for index, one in enumerate(applications):
+        entries = one.get("deployments") or []
+        if not isinstance(entries, list) or not all(
+            isinstance(each, dict) and isinstance(each.get("name"), str) for each in entries
+        ):
+            raise ConfigError(
+                f"{path}: applications[{index}].deployments: needs a list of deployments, each "
+                "with a `name`"
+            )
     return document
 
 

@@ -176,7 +176,7 @@ class Dispatcher:
         unsent = list(dict.fromkeys(item for item in items if item.unsent))
         request = WaitingRequest(unsent)
         late = DeadlineExceeded(
-            f"not encoded within {timeout_seconds:g} s; allow more time or send fewer items"
+            f"not encoded within {timeout_seconds:g} s; allow more time or send less at a time"
         )
         try:
             if unsent:

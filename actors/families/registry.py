@@ -16,7 +16,18 @@ from types import ModuleType
 
 from actors.errors import CheckpointError, ConfigError, InvalidOption, TooLarge
 from actors.options import ImagesKwargs, ModelOptions
-from actors.spec.checkpoint import DAMAGED, Files, Json, find
+from actors.spec.checkpoint import (
+    DAMAGED,
+    PROCESSOR_FILES,
+    Files,
+    Json,
+    Noted,
+    Notes,
+    Preset,
+    find,
+    misstated,
+    preset_names,
+)
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, Reader, processor_name
 from actors.spec.video import VideoStyle
@@ -78,7 +89,7 @@ def video_styles() -> Mapping[str, VideoStyle]:
 
 def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     """The spec of `model.id`, or of these files. Reads JSON files only. Raises CheckpointError."""
-    files = files or find(options)
+    files = Noted(files or find(options))
     config = files.read_json("config.json")
     if config is None:
         raise CheckpointError(f"model.id {options.id!r} has no config.json: not a model's folder?")
@@ -90,16 +101,30 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
         )
     if model_type not in readers():
         raise CheckpointError(
-            f"model.id {options.id!r} is of the architecture {model_type!r}; "
-            f"supported are {', '.join(sorted(readers()))}"
+            f"model.id {options.id!r} is of the architecture {model_type!r} (model_type of "
+            f"config.json); supported are {', '.join(sorted(readers()))}"
         )
-    try:
-        source = ModelSource(options, files, config, vision_defaults().get(model_type, {}))
-        spec = readers()[model_type](source)
+    reader, defaults = readers()[model_type], vision_defaults().get(model_type, {})
+
+    def made(files: Files, config: Json) -> ModelSpec:
+        spec = reader(ModelSource(options, files, config, defaults))
         check_sizes(spec)
+        return spec
+
+    try:
+        spec = made(files, config)
     except DAMAGED as error:
+        for name in PROCESSOR_FILES:  # what has not been read by now may be read with other keys
+            with suppress(CheckpointError):
+                files.read_json(name)
+        examples = [Preset(name).files for name in preset_names()]
+        where = misstated(
+            files.contents,
+            [one for one in examples if one["config.json"].get("model_type") == model_type],
+            lambda contents: made(Notes(contents), contents["config.json"]),
+        )
         raise CheckpointError(
-            f"model.id {options.id!r}: its configuration lacks or misstates {error}"
+            f"model.id {options.id!r}: its configuration lacks or misstates {error}{where}"
         ) from error
     if options.output == "vector" and not spec.vector:
         raise CheckpointError(

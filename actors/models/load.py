@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from importlib import import_module
@@ -26,7 +27,17 @@ from actors.models.layers.block import ATTENTION, BlocksForm, blocks_of
 from actors.models.layers.weights import Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
-from actors.spec.checkpoint import DAMAGED, TOKENIZER_FILES, Files, Json, Noted, Notes, find
+from actors.spec.checkpoint import (
+    DAMAGED,
+    TOKENIZER_FILES,
+    Files,
+    Json,
+    Noted,
+    Notes,
+    find,
+    misstated,
+    presets_of,
+)
 from actors.spec.model_spec import ModelSpec
 
 DUMMY_SEED = 0  # fixed: every replica of a service must give the same embeddings
@@ -38,11 +49,23 @@ def family_of(model: ModelSpec) -> Family[Any]:
     try:
         family: Family[Any] = tower.family(model)
     except DAMAGED as error:
-        where = "the audio encoder's configuration" if model.audio else "vision_config"
+        part = "the audio encoder's configuration" if model.audio else "vision_config"
+        where = misstated(
+            {part: dict(model.vision)},
+            [{part: dict(one.vision)} for one in examples(model)],
+            lambda files: tower.family(replace(model, vision=files[part])),
+        )
         raise CheckpointError(
-            f"model.id {model.id!r}: {where} lacks or misstates {error}"
+            f"model.id {model.id!r}: {part} lacks or misstates {error}{where}"
         ) from error
     return family
+
+
+def examples(model: ModelSpec) -> Iterator[ModelSpec]:
+    """The presets of its family, and of those that share its folder."""
+    for name in presets_of(model.folder, model.family):
+        with suppress(CheckpointError):
+            yield read(ModelOptions(id=name, load_format="dummy"))
 
 
 def load(

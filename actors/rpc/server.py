@@ -334,7 +334,7 @@ def serialized(message: pb.Call | pb.Outcome) -> bytes:
     if len(data) > MAX_MESSAGE_BYTES:
         raise TooLarge(
             f"the items or their embeddings are {len(data)} bytes, over the {MAX_MESSAGE_BYTES} of "
-            "a call to a replica: send fewer at a time"
+            "a call to a replica: send fewer or smaller ones"
         )
     return data
 

@@ -6,11 +6,14 @@ Reads small JSON files and locates the weights. No torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
 from difflib import get_close_matches
-from functools import cache, cached_property
+from functools import cache, cached_property, reduce
 from importlib import resources
 from importlib.resources.abc import Traversable
+from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +26,11 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 """What readers of a configuration raise if it lacks a key, or has a value that cannot be."""
 
 REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
+
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+"""What is read of a model beside config.json, if it is there."""
 
 VOCABULARIES = (
     ("tokenizer.json",),
@@ -167,6 +175,42 @@ def presets() -> Mapping[str, Traversable]:
 
 def preset_names() -> list[str]:
     return sorted(presets())
+
+
+def presets_of(*families: str) -> list[str]:
+    """The presets in the folders of families."""
+    return [name for name, entry in presets().items() if Path(str(entry)).parent.name in families]
+
+
+def misstated(
+    files: Mapping[str, Json | None],
+    examples: Sequence[Mapping[str, Json]],
+    read: Callable[[Mapping[str, Any]], object],
+) -> str:
+    """Where the files that `read` fails for are wrong: the first key with which it succeeds if that
+    is as in one of the examples, or absent as there. Empty: no key alone is wrong."""
+    for example in (*examples, {}):
+        for file, content in files.items():
+            for path in nested(content or {}):
+                changed = deepcopy(content)
+                place: Any = changed
+                for key in path[:-1]:
+                    place = place[key]
+                del place[path[-1]]
+                with suppress(LookupError, TypeError):  # the example has nothing there
+                    place[path[-1]] = reduce(getitem, path, example.get(file) or {})
+                with suppress(CheckpointError, *DAMAGED):
+                    read({**files, file: changed})
+                    return f" ({'.'.join(path)} of {file})"
+    return ""
+
+
+def nested(content: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The keys of an object and of the objects in it, inner ones first."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from nested(value, (*path, key))
+        yield (*path, key)
 
 
 def near(name: str) -> str:

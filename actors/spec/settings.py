@@ -216,6 +216,16 @@ def only(settings: Json, fixed: Json, whose: str) -> None:
             raise ValueError(f"{key} of {whose}: only {value} is supported")
 
 
+def layers_run(given: int | list[int], depth: int, key: str) -> list[int]:
+    """How many layers run for each hidden state that `key` names: -1 is that of the last of `depth`
+    layers, 0 the embedding of patches. Raises ValueError for states that no layer gives."""
+    stated = given if isinstance(given, list) else [given]
+    layers = [layer + (depth + 1 if layer < 0 else 0) for layer in stated]
+    if not layers or not 0 < min(layers) <= max(layers) <= depth:
+        raise ValueError(f"{key}: {given} is not supported, as there are {depth} layers")
+    return layers
+
+
 def frame_settings(settings: Json) -> tuple[float, int, int]:
     """Frames per second, the fewest and the most frames."""
     return (

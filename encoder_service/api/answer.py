@@ -35,13 +35,16 @@ def check_size(
 ) -> int:
     """The bytes of the tensors. Raises TooLarge if they are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
-    advice = "send fewer items at a time, or ask for ids with options.reference"
+    less = "send fewer items at a time" if len(media) > 1 else "raise it, send a smaller item"
+    advice = f"{less}, or ask for ids with options.reference"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
         most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
-        advice = "send fewer items at a time, or leave options.encoding out"
+        advice = "leave options.encoding out, or send fewer or smaller items"
     if options.reference:
         most, name = references.max_bytes, "references.max_bytes"
-        advice = "send fewer items at a time: the first would make room for the last"
+        advice = "raise it, or send a smaller item"
+        if len(media) > 1:
+            advice = "send fewer items at a time: the first would make room for the last"
     tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
     size_bytes = tokens * spec.width * WIDTHS[options.dtype]
     if size_bytes > most:

@@ -159,7 +159,7 @@ class Reads:
                         if self.waiting:
                             raise Overloaded(
                                 f"the message did not arrive within {SHARED_SECONDS:g} s, and "
-                                "others wait to be read: send it again, with fewer items"
+                                "others wait to be read: send it again, with less in it"
                             )
                     return read.result()
                 finally:

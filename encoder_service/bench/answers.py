@@ -37,6 +37,7 @@ from actors.errors import StartError
 from encoder_service.bench.cluster import free_ports
 from encoder_service.bench.mix import Shape, picture
 from encoder_service.client import AsyncClient, ServiceError
+from encoder_service.client.transports import unreachable
 
 START_SECONDS, STOP_SECONDS, REQUEST_SECONDS = 600, 30, 120
 KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connection
@@ -353,6 +354,8 @@ async def connected(
                 async with session.get(url + "/v1/models") as response:
                     models = (await response.json())["data"]
                 model = str(models[0]["id"])
+            except aiohttp.ClientConnectorError as error:
+                raise StartError(f"{url}: {unreachable(error)}") from None
             except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
                 raise StartError(f"{url}/v1/models names no model: {error!r}") from error
         if not encoder:

@@ -31,6 +31,7 @@ CONNECTIONS = 4
 
 TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
 """Of a message that gRPC refuses before the service sees it."""
+NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")  # gRPC's words
 
 
 class GrpcTransport:
@@ -152,14 +153,14 @@ def service_errors() -> Iterator[None]:
         yield
     except (DecodeError, ValueError) as error:
         message = f"not a response of this service: {error!r}"
-        raise ServiceError("invalid_response", message) from error
+        raise ServiceError("invalid_response", message) from None
     except grpc.aio.AioRpcError as error:
         code, details = error.code(), error.details() or ""
         try:
             document = dict(json.loads(details))
         except (ValueError, TypeError):
             document = document_of_grpc(code, details)
-        raise service_error(document, code.name, document.get("retry_after_s")) from error
+        raise service_error(document, code.name, document.get("retry_after_s")) from None
 
 
 def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
@@ -167,13 +168,16 @@ def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
     if found := TOO_LARGE.search(details):
         message = (
             f"the request has {found[1]} bytes, over the {found[2]} that the service takes in one "
-            "message, a little more than its limits.max_body_bytes: send fewer items at a time"
+            "message, a little more than its limits.max_body_bytes: send fewer or smaller items, "
+            "or raise the limit"
         )
         return {"type": "too_large", "message": message}
     if "http1.x server" in details:  # gRPC's words
         details = (
             f"this port does not speak gRPC: is it the HTTP port (http://HOST:PORT)? ({details})"
         )
+    elif any(words in details for words in NO_CONNECTION):
+        details = f"no connection: is the service running there? ({details})"
     retryable = code is grpc.StatusCode.UNAVAILABLE
     return {"type": code.name.lower(), "message": details, "retryable": retryable}
 

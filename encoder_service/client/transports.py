@@ -154,12 +154,12 @@ class HttpTransport:
                     return await read(response)
                 raise http_error(response, await response.read())
         except WireError as error:
-            raise ServiceError("invalid_response", str(error), response.status) from error
+            raise ServiceError("invalid_response", str(error), response.status) from None
         except TimeoutError as error:
-            raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from error
+            raise ServiceError("deadline_exceeded", f"no answer in time: {error!r}") from None
         except (aiohttp.ClientError, UnicodeError) as error:  # UnicodeError: not a host name
             reason = f"{self.url}: {unreachable(error)}"
-            raise ServiceError("unavailable", reason, retryable=True) from error
+            raise ServiceError("unavailable", reason, retryable=True) from None
 
     def open_session(self) -> aiohttp.ClientSession:
         limit = self.timeout_seconds

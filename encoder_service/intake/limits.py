@@ -36,7 +36,8 @@ def check_body_bytes(size_bytes: int, limits: LimitOptions) -> None:
     most = limits.max_body_bytes
     if size_bytes > most:
         raise TooLarge(
-            f"the body is over {most} bytes (limits.max_body_bytes): send fewer items at a time"
+            f"the body is over {most} bytes (limits.max_body_bytes): send fewer or smaller items, "
+            "or raise the limit"
         )
 
 

@@ -91,7 +91,7 @@ class Admission:
             if fetched_bytes + size_bytes > most_bytes:
                 raise TooLarge(
                     f"the files of one request are over {most_bytes} bytes together "
-                    "(limits.max_body_bytes): send fewer items at a time"
+                    "(limits.max_body_bytes): send fewer or smaller items, or raise the limit"
                 )
             take(size_bytes)
             fetched_bytes += size_bytes

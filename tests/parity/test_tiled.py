@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -176,13 +177,20 @@ def loaded(folder: Path, dtype: str) -> TileTower:
 @pytest.mark.parametrize("sizes", PACKS, ids=["one", "three", "nine"])
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
-    plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(tower, plan) for plan in plans]
+    plans, patches, expected = known(pair, tuple(sizes))
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare * tower.sizing.tile_tokens
     ours = encode(tower, plans, patches, budget)
     assert ours.shape == (tokens, tower.spec.width)
-    check(pair.tower.spec.family, ours, theirs(pair, torch.cat(patches)))
+    check(pair.tower.spec.family, ours, expected)
+
+
+@cache
+def known(pair: Pair, sizes: tuple[Size, ...]) -> tuple[list[ItemPlan], list[Tensor], Tensor]:
+    """Plans, random patches and transformers' rows: the same for every budget."""
+    plans = [pair.tower.sizing.plan(size) for size in sizes]
+    patches = [random_patches(pair.tower, plan) for plan in plans]
+    return plans, patches, theirs(pair, torch.cat(patches))
 
 
 def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:

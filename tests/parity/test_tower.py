@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,19 @@ SIZES = [
 @pytest.mark.parametrize("sizes", SIZES, ids=["one", "two", "twenty", "aspect-200"])
 @pytest.mark.parametrize("spare", [0, 1, 300], ids=["exact", "spare-1", "spare-300"])
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int) -> None:
-    plans = [pair.tower.spec.sizing.plan(size) for size in sizes]
-    patches = random_patches(pair.tower, plans)
+    plans, patches, expected = known(pair, tuple(sizes))
     budget = sum(plan.path_tokens[0] for plan in plans) + spare
     ours = encode(pair.tower, plans, patches, budget, segments=24)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
-    check(pair.model_type, ours, theirs(pair, plans, patches))
+    check(pair.model_type, ours, expected)
+
+
+@cache
+def known(pair: Pair, sizes: tuple[Size, ...]) -> tuple[list[ItemPlan], Tensor, Tensor]:
+    """Plans, random patches and transformers' rows: the same for every budget."""
+    plans = [pair.tower.spec.sizing.plan(size) for size in sizes]
+    patches = random_patches(pair.tower, plans)
+    return plans, patches, theirs(pair, plans, patches)
 
 
 @pytest.mark.parametrize(

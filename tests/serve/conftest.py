@@ -1,4 +1,4 @@
-"""One real Ray cluster for all the modules of this folder; each module runs one application."""
+"""One real Ray cluster for all modules that a worker runs; each module runs one application."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import time
@@ -47,6 +48,7 @@ def options(folder: Path) -> ServiceOptions:
                 "num_cpus": 2,
                 "device": "cpu",
                 "health_check_period_seconds": 1,
+                "drain_timeout_seconds": 2,
             },
             "graphs": {"token_budgets": [16, 64]},
             "router": {"num_cpus": 0.1},
@@ -56,6 +58,8 @@ def options(folder: Path) -> ServiceOptions:
 
 
 def main() -> None:
+    # Ray gives a node that hangs up after five checks: after 25 s, not after a minute.
+    os.environ.update(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="4000")
     with (
         tempfile.TemporaryDirectory() as folder,
         nodes({"num_cpus": 3}, {"num_cpus": 5}, {"num_cpus": 5}) as found,

@@ -34,7 +34,7 @@ def tiled(
 ) -> ModelSpec:
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"model_type": SIGLIP_TOWER}, "vision_config")
-    layers = {"model_type": SIGLIP_TOWER, "used_layers": vision["num_hidden_layers"]}
+    layers = {"model_type": SIGLIP_TOWER, "used_layers": int(vision["num_hidden_layers"])}
     sizing = kind(
         **tile_sides(vision, processor),
         merge_size=int(source.config.get("downsample_factor", 2)),

@@ -67,7 +67,7 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
     """A tower without a language model: all of its layers; with vectors, its pooling, projection
     and text tower."""
     vision = source.vision | {"model_type": kind}
-    vision |= {"used_layers": vision["num_hidden_layers"]}
+    vision |= {"used_layers": int(vision["num_hidden_layers"])}
     # SigLIP resizes bicubically, SigLIP 2 bilinearly.
     resample: Resample | None = "bicubic" if kind == CLIP_TOWER else None
     width = vision["hidden_size"]

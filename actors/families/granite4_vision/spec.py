@@ -11,7 +11,7 @@ from dataclasses import replace
 from actors.families.clip.spec import SIGLIP_TOWER, TOWERS
 from actors.families.llava_next.spec import sizing_of
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import CLIP_PIXELS, ModelSource, only
+from actors.spec.settings import CLIP_PIXELS, ModelSource, layers_run, only
 
 OFFSETS = 4
 """Projectors that see one patch of each block of 2 x 2: one for each place in it."""
@@ -36,9 +36,7 @@ def granite4_vision(source: ModelSource) -> ModelSpec:
         raise ValueError(f"spatial_target_layers: only {OFFSETS} layers are supported")
     stated = [layer for layer, _ in config["deepstack_layer_map"]]
     stated += [config.get("spatial_vision_layer", -1)] * OFFSETS
-    layers = [layer + (depth + 1 if layer < 0 else 0) for layer in stated]
-    if not 0 < min(layers) <= max(layers) <= depth:
-        raise ValueError(f"deepstack_layer_map: {stated} are not of {depth} layers")
+    layers = layers_run(stated, depth, "deepstack_layer_map")
     sizing = replace(sizing_of(source, processor, vision), merge_size=MERGE)
     query, window = map(int, config["downsample_rate"].split("/"))
     if window != MERGE * query or sizing.side_patches % window:

@@ -17,7 +17,7 @@ def idefics3(source: ModelSource) -> ModelSpec:
     processor = source.image_processor(HALVES, "lanczos")
     only(processor, {"do_image_splitting": True}, "the image processor")
     vision = source.vision | {"model_type": SIGLIP_TOWER}
-    vision |= {"used_layers": vision["num_hidden_layers"]}
+    vision |= {"used_layers": int(vision["num_hidden_layers"])}
     patch = side(vision["patch_size"])
     pixels = tower_pixels(vision, processor.get("max_image_size", {}).get("longest_edge"))
     longest = int(processor["size"]["longest_edge"])

@@ -10,7 +10,7 @@ from actors.families.llava_onevision.spec import llava_qwen
 from actors.families.pixtral.spec import pixtral
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import ModelSource, only
+from actors.spec.settings import ModelSource, layers_run, only
 
 LLAMA_WIDTH = 4096  # transformers' default width of the language model
 
@@ -40,12 +40,9 @@ def used(source: ModelSource) -> Json:
         raise ValueError(f"model_type of vision_config: {kind!r} is none of {towers}")
     vision = TOWERS[kind] | source.vision
     depth, given = int(vision["num_hidden_layers"]), config.get("vision_feature_layer", -2)
-    stated: list[int] = given if isinstance(given, list) else [given]
-    layers = [layer + (depth + 1 if layer < 0 else 0) for layer in stated]
-    if layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] <= depth:
-        raise ValueError(
-            f"vision_feature_layer: {given} is not in ascending order, or not of {depth} layers"
-        )
+    layers = layers_run(given, depth, "vision_feature_layer")
+    if layers != sorted(set(layers)):
+        raise ValueError(f"vision_feature_layer: {given} is not in ascending order")
     bias = config.get("multimodal_projector_bias", True)
     return vision | {"used_layers": layers[-1], "taps": layers[:-1], "projector_bias": bias}
 

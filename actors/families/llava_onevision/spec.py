@@ -101,7 +101,7 @@ def tiled(
     width: int,
 ) -> ModelSpec:
     """With videos. The model's own processor samples no frames unless it is told to."""
-    vision |= {"used_layers": vision["num_hidden_layers"]}
+    vision |= {"used_layers": int(vision["num_hidden_layers"])}
     model = source.spec(family, processor, vision, sizing, width, folder="llava_onevision")
     settings, pixels = source.video_processor(), sizing.picture_pixels
     only(settings, {"fps": None}, "the video processor")

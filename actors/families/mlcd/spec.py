@@ -15,7 +15,7 @@ def mlcd(source: ModelSource) -> ModelSpec:
     """Rows of the last hidden state, that of the class token first, or the class token's alone."""
     only(source.config, {"num_key_value_groups": 1}, "config.json")
     vision = source.tower | {"model_type": CLIP_TOWER}
-    vision |= {"used_layers": vision["num_hidden_layers"]}
+    vision |= {"used_layers": int(vision["num_hidden_layers"])}
     spec = one_tile("mlcd", "mlcd", source, vision, vision["hidden_size"], class_tokens=1)
     return spec if source.options.output == "rows" else with_vectors(spec, CLIP_TOWER, source)
 

@@ -13,7 +13,7 @@ def paligemma(source: ModelSource) -> ModelSpec:
     """`projection_dim` of `vision_config` is not read: transformers overwrites it."""
     fixed = {"model_type": SIGLIP_TOWER, "hidden_act": "gelu_pytorch_tanh"}
     only(source.vision, fixed, "vision_config")
-    layers = source.vision["num_hidden_layers"]
+    layers = int(source.vision["num_hidden_layers"])
     vision = source.vision | {"model_type": SIGLIP_TOWER, "used_layers": layers}
     width = source.config.get("projection_dim", WIDTH)
     return one_tile("paligemma", "paligemma", source, vision, width, class_tokens=0)

@@ -13,7 +13,7 @@ from actors.families.whisper.spec import SILENCE
 from actors.spec.audio import ConformerSizing
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
-from actors.spec.settings import HALVES, ModelSource, only, side, tower_pixels
+from actors.spec.settings import HALVES, ModelSource, layers_run, only, side, tower_pixels
 from actors.spec.slices import PaddedCrops
 
 MERGE = 2
@@ -32,9 +32,7 @@ def phi4_multimodal(source: ModelSource) -> ModelSpec:
     if pixels % (patch * MERGE):
         raise ValueError("patch_size of vision_config: only even numbers of patches are supported")
     depth, layer = int(vision["num_hidden_layers"]), int(vision["feature_layer"])
-    used = layer + (depth + 1 if layer < 0 else 0)
-    if not 0 < used <= depth:
-        raise ValueError(f"feature_layer: {layer} is not supported, as there are {depth} layers")
+    (used,) = layers_run(layer, depth, "feature_layer")
     sizing = PaddedCrops(
         patch_size=patch,
         merge_size=MERGE,

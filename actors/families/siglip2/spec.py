@@ -36,7 +36,7 @@ def tower(vision: Json) -> Json:
     """`vision_config` as the tower reads it, of all its layers."""
     if math.isqrt(vision["num_patches"]) ** 2 != vision["num_patches"]:
         raise ValueError(f"num_patches of vision_config: {vision['num_patches']} is no square")
-    return vision | {"used_layers": vision["num_hidden_layers"], "model_type": SIGLIP_TOWER}
+    return vision | {"used_layers": int(vision["num_hidden_layers"]), "model_type": SIGLIP_TOWER}
 
 
 MODEL_TYPES = {"siglip2": siglip2}

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 
 from actors.errors import ConfigError, DeadlineExceeded, InvalidOption, Overloaded, Unavailable
 from actors.families.registry import read
-from actors.options import PreprocessOptions
+from actors.options import PreprocessOptions, ReferenceOptions
 from actors.store.kept import Kept
 from actors.types import Media
 from encoder_service.api.http import build
@@ -174,6 +174,27 @@ def test_answers_that_would_be_too_big_are_refused(
     assert refused.status_code == 413
     assert "the answer would be 10752 bytes, over 10000" in refused.json()["error"]["message"]
     assert len(fleet.calls) == 1
+
+
+def test_one_item_that_is_too_large_is_not_told_to_be_fewer() -> None:
+    image = {"items": [{"data": b64encode(jpeg(64, 64)).decode()}]}
+    refused = client(Fleet(), max_response_bytes=1000).post("/v1/encode", json=image, headers=JSON)
+    assert refused.status_code == 413
+    assert (
+        "(limits.max_response_bytes): raise it, send a smaller item, or ask for ids"
+        in (refused.json()["error"]["message"])
+    )
+    kept = image | {"options": {"reference": True}}
+    options = ServiceOptions(model=MODEL, references=ReferenceOptions(max_bytes=1000))
+    http = TestClient(build(Service(options, read(MODEL), Fleet())))
+    refused = http.post("/v1/encode", json=kept, headers=JSON)
+    assert "(references.max_bytes): raise it, or send a smaller item" in refused.text
+    jpeg_body = {"content-type": "image/jpeg"}
+    refused = client(Fleet(), max_body_bytes=100).post(
+        "/v1/encode", content=jpeg(64, 64), headers=jpeg_body
+    )
+    assert refused.status_code == 413
+    assert "send fewer or smaller items, or raise the limit" in refused.text
 
 
 PLAIN = jpeg(64, 64)

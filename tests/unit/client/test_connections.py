@@ -445,7 +445,14 @@ def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
         with pytest.raises(ServiceError, match="is the service running there") as failed:
             await http.model()
         assert "ConnectionKey" not in str(failed.value)
+        assert failed.value.__suppress_context__, "a traceback shows this error alone"
         await http.close()
+        encoder = connect(f"grpc://{address}", None, 5)
+        with pytest.raises(ServiceError, match="is the service running there") as failed:
+            await encoder.model()
+        assert failed.value.__suppress_context__
+        assert failed.value.retryable
+        await encoder.close()
 
     asyncio.run(run())
 

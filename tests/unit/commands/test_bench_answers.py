@@ -30,6 +30,7 @@ from encoder_service import cli
 from encoder_service.api.http import build
 from encoder_service.bench import answers
 from encoder_service.bench.answers import AnswersPlan, Kind, OpenAiServer, Streamed
+from encoder_service.bench.cluster import free_ports
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, service, zeros
 from tests.unit.proxied import listening
@@ -306,6 +307,18 @@ def test_a_server_that_ends_at_start_is_quoted(module: Path, console: Console) -
         answers.vllm("m", None, [], console),
     ):
         pass
+
+
+def test_a_server_that_cannot_be_reached_is_told_in_a_line() -> None:
+    async def run() -> None:
+        (port,) = free_ports(1)
+        address = f"http://127.0.0.1:{port}"
+        with pytest.raises(StartError, match="no connection: is the service running") as failed:
+            async with answers.connected("a", [address]):
+                pass
+        assert str(failed.value).startswith(f"{address}: ")
+
+    asyncio.run(run())
 
 
 def test_a_server_without_a_model_is_refused() -> None:

@@ -439,6 +439,8 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("app:build", "app:built", "applications[0].import_path"),
         ("http_options:", "http_option:", "http_option: Serve knows no such key"),
         ("applications:", "application:", "needs `applications:`"),
+        ("- {name: Encoder, num_replicas: 3}", "- Encoder", "applications[0].deployments: needs"),
+        ("{name: Encoder, num", "{name: [Encoder], num", "applications[0].deployments: needs"),
         ("proxy_location: HeadOnly", "{", "changed.yaml"),
         ("port: 8000", "prt: 8000", "http_options: prt: Serve knows no such key"),
         ("applications:", "grpc_options: {reflect: 1}\napplications:", "grpc_options: reflect: "),
@@ -765,3 +767,13 @@ def test_a_count_or_a_time_of_nothing_is_refused(
         cli.main(wrong.split())
     assert ended.value.code == 2
     assert f"{wrong.split()[-1]!r} is not a" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "encoder_service", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode, done.stdout) == (0, f"encoder-service {__version__}\n")

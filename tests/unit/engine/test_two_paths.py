@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +18,7 @@ from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
-from actors.types import Item, ItemPlan, Pack, Size
+from actors.types import Item, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
 
 OCR = (272, 100)
@@ -105,23 +104,17 @@ def test_both_budgets_bind_a_pack() -> None:
 
 
 class Rig:
-    """An engine over the toy of two paths; its gate holds what comes until all is there."""
+    """An engine over the toy of two paths."""
 
     def __init__(self, capacity: Capacity, packing: Packing = smallest_first) -> None:
         self.metrics, self.tower, device = EncoderMetrics(), TwoPathToy(), Device()
         self.graphs = capture(self.tower, capacity, device, self.metrics)
-        self.gate = threading.Event()
-
-        def when_open(plans: Sequence[ItemPlan], limits: Capacity) -> list[Pack]:
-            self.gate.wait(30)
-            return packing(plans, limits)
-
-        self.engine = Engine(self.tower, self.graphs, capacity, device, self.metrics, when_open)
+        self.engine = Engine(self.tower, self.graphs, capacity, device, self.metrics, packing)
 
     def encode(self, *items: Item) -> list[Item]:
         """Answers, each of which must be its item's own rows."""
-        answers = [self.engine.submit(item) for item in items]
-        self.gate.set()
+        with self.engine._changed:  # takes none until all are there
+            answers = [self.engine.submit(item) for item in items]
         encoded = [answer.result(30) for answer in answers]
         for item, one in zip(items, encoded, strict=True):
             assert torch.equal(one.rows, two_path_rows(item))

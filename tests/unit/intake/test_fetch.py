@@ -238,7 +238,7 @@ def test_a_request_fetches_no_more_than_it_may_send() -> None:
     rejected = [each for each in asyncio.run(admitted()) if isinstance(each, TooLarge)]
     assert [str(each) for each in rejected] == [
         "the files of one request are over 1200 bytes together (limits.max_body_bytes): "
-        "send fewer items at a time"
+        "send fewer or smaller items, or raise the limit"
     ]
     assert sum(taken) == 1000
 

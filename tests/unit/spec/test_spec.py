@@ -20,6 +20,8 @@ from actors.spec.checkpoint import Notes, Preset, preset_names
 from actors.spec.sizing import PackedSizing
 from tests.small_presets import write_small
 
+CONFIG, PROCESSOR = "config.json", "preprocessor_config.json"
+
 
 def write(
     folder: Path,
@@ -111,7 +113,7 @@ def test_who_is_nearest(tmp_path: Path, kind: str, why: str) -> None:
 
 
 def test_an_unknown_architecture_is_named_with_those_that_are_known(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="of the architecture 'llama'; supported are") as told:
+    with pytest.raises(CheckpointError, match=r"'llama' \(model_type of config.json\)") as told:
         registry.read(write(tmp_path, {"model_type": "llama"}))
     for known in registry.readers():
         assert re.search(rf"\b{known}\b", str(told.value)), known
@@ -196,6 +198,45 @@ def test_a_width_that_the_heads_of_granites_projectors_do_not_divide(tmp_path: P
     spec = registry.read(ModelOptions(id=str(tmp_path), load_format="dummy"))
     with pytest.raises(CheckpointError, match="hidden_size: 80 is not a multiple of 64"):
         family_of(spec)
+
+
+@pytest.mark.parametrize(
+    ("preset", "file", "path", "wrong"),
+    [
+        ("qwen3vl-8b", CONFIG, "vision_config.patch_size", "x"),
+        ("qwen3vl-8b", CONFIG, "vision_config", []),
+        ("qwen25vl-7b", CONFIG, "vision_config.window_size", {}),
+        ("qwen2vl-7b", PROCESSOR, "image_mean", [0.5]),
+        ("internvl3-8b", CONFIG, "vision_config.image_size", [3, 4]),
+        ("pixtral-12b", CONFIG, "text_config.hidden_size", "wide"),
+        ("siglip-so400m", CONFIG, "vision_config.num_hidden_layers", "x"),
+        ("gemma3-4b", PROCESSOR, "size", ["x"]),
+        ("whisper-tiny", CONFIG, "d_model", []),
+        ("glm-ocr", CONFIG, "vision_config.out_hidden_size", "x"),
+        ("qwen3vl-8b", "vision_config", "num_heads", {}),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named_with_its_file(
+    preset: str, file: str, path: str, wrong: Any
+) -> None:
+    files: Any = Preset(preset).files
+    *folders, key = path.split(".")
+    place = files[CONFIG][file] if file == "vision_config" else files[file]
+    for folder in folders:
+        place = place[folder]
+    place[key] = wrong
+    with pytest.raises(CheckpointError) as caught:
+        family_of(registry.read(ModelOptions(id=preset, load_format="dummy"), Damaged(files)))
+    where = re.search(r"\((\S+) of (\S+)\)$", str(caught.value))
+    assert where
+    assert (where[1], where[2]) == (path, file)
+
+
+def test_two_wrong_values_are_refused_too() -> None:
+    files: Any = Preset("qwen3vl-8b").files
+    files[CONFIG]["vision_config"] |= {"patch_size": "x", "spatial_merge_size": "y"}
+    with pytest.raises(CheckpointError, match="lacks or misstates"):
+        registry.read(ModelOptions(id="qwen3vl-8b", load_format="dummy"), Damaged(files))
 
 
 def test_no_config_at_all(tmp_path: Path) -> None:
