@@ -43,14 +43,13 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker runs whole files. The subfolders that use a Ray cluster are one piece, so that
-    `make test` starts one cluster; files beside them may run on that of the other worker."""
+    """A worker runs whole files. Those that use a Ray cluster are one piece: one at a time."""
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 
     class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
-            return RAY if "/" in file.removeprefix(RAY) and file.startswith(RAY) else file
+            return RAY if file.startswith(RAY) else file
 
     return RayTogether(config, log)
