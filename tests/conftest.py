@@ -27,13 +27,12 @@ settings.load_profile("project")
 
 
 RAY = "tests/serve/"
-"""The folder of the tests that use a Ray cluster."""
-LONGEST = RAY + "test_several_nodes.py"
+"""The folder of the tests that use the Ray cluster."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those come first, because their pieces are the longest."""
-    items.sort(key=lambda one: (not one.nodeid.startswith(LONGEST), not one.nodeid.startswith(RAY)))
+    """Those come first, because they are the longest piece that is not divided."""
+    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
 
 
 def pytest_collection_finish() -> None:
@@ -43,13 +42,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker runs whole files. Those that use a Ray cluster are one piece: one at a time."""
+    """One worker runs all tests that use the Ray cluster, then it helps the others."""
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 
     class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return RAY if file.startswith(RAY) else file
+            return "ray" if nodeid.startswith(RAY) else nodeid.partition("::")[0]
 
     return RayTogether(config, log)

@@ -94,7 +94,7 @@ class Servicer:
         yield pb.EncodeChunk(**MODEL, embedding=pb.Embedding(**document, data=data[:100]))
         yield pb.EncodeChunk(embedding=pb.Embedding(index=0, data=data[100:]), last=True)
 
-    Plan = Release = GetModel = Encode
+    Plan = GetPlace = Release = GetModel = Encode
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import update_wrapper
 from pathlib import Path
-from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar, Unpack, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +17,6 @@ from PIL import Image
 from rich.console import Console
 
 from encoder_service.client.dataset import DatasetOptions, Samples, Written, encode_dataset
-from encoder_service.client.direct import DirectRows
 from encoder_service.client.items import (
     Embedding,
     File,
@@ -37,6 +36,9 @@ from encoder_service.client.items import (
     request_item,
 )
 from encoder_service.client.transports import connect
+
+if TYPE_CHECKING:
+    from encoder_service.client.direct import DirectRows
 
 LONGEST_BACKOFF_SECONDS = 5.0
 """Between attempts, where the service does not say how long to wait."""
@@ -69,7 +71,11 @@ class AsyncClient:
         They count in the encoders' references.max_bytes until they are here.
         """
         self.transport = connect(url, token, timeout_seconds)
-        self.direct = DirectRows(self.transport) if direct else None
+        self.direct: DirectRows | None = None
+        if direct:  # only here, because others need nothing of actors
+            from encoder_service.client.direct import DirectRows
+
+            self.direct = DirectRows(self.transport)
         self.timeout_seconds = timeout_seconds
         self.retries = retries
 

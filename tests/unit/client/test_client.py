@@ -135,7 +135,7 @@ class Servicer:
     def Release(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
-    Plan = Fetch = Release
+    Plan = Fetch = GetPlace = Release
 
     def GetModel(self, request: Any, context: Any) -> Any:
         token = dict(context.invocation_metadata()).get("authorization")

@@ -139,7 +139,8 @@ def test_sounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workload,) = json.loads(file.read_text())["models"][0]["workloads"]
     assert (workload["items"], workload["tokens"]) == (2, 2 * 1500), "Whisper hears 30 s"
     eager, budget = workload["figures"]
-    assert (eager["budgets"], budget["budgets"]) == ([], [3000])
+    # One pack or two, by what was measured.
+    assert (eager["budgets"], sum(budget["budgets"])) == ([], 3000)
     assert cli.main([*hearing, "--workload", "64x64"]) == 1
     assert f"--workload 64x64: {tmp_path} takes sounds" in capsys.readouterr().err
     assert cli.main([*hearing, "--workload", "31s"]) == 1
