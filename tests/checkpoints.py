@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -221,8 +222,10 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
     import transformers
 
     torch.manual_seed(0)
+    # Copies: transformers writes into what it is given.
+    text = deepcopy(TEXT | dict(made.text))
     config = getattr(transformers, f"{made.name}Config")(
-        vision_config=dict(made.vision), text_config=TEXT | dict(made.text), **TOKENS, **made.top
+        vision_config=dict(made.vision), text_config=text, **TOKENS, **made.top
     )
     kind = f"{made.model or made.name}ForConditionalGeneration"
     model = getattr(transformers, kind)(config).eval()
