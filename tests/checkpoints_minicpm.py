@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ TOWER = {
     **{"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 5},
     **{"num_attention_heads": 4, "image_size": 140, "patch_size": 14},
 }
-TEXT = {"model_type": "qwen3_5_text"} | QWEN_TEXT | LINEAR
+TEXT = deepcopy({"model_type": "qwen3_5_text"} | QWEN_TEXT | LINEAR)  # transformers writes into it
 SIZES = {"scale_resolution": 168, "max_slice_nums": 4, "patch_size": 14}
 """Of the image processor: a picture has about nine tokens."""
 
