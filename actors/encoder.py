@@ -29,7 +29,7 @@ from actors.rpc.server import ReplicaServer
 from actors.store.kept import Kept
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import NOBODY, ORIGIN, Origin, name_requests, open_spans
-from actors.types import Bytes, Dtype, Media, Reply, Work
+from actors.types import Dtype, Media, Reply, Work
 
 log = logging.getLogger("ray.serve")
 
@@ -46,16 +46,7 @@ class KeptRows:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def hold(self, name: str) -> HeldRows | None:
-        def free_late(done: Future[HeldRows | None]) -> None:
-            if not done.exception() and done.result():
-                self.free(name)
-
-        answer = self._begin(self.pipeline.hold(name))
-        try:
-            return answer.result(KEPT_ROWS_SECONDS)
-        except TimeoutError:
-            answer.add_done_callback(free_late)
-            raise late() from None
+        return self._holding(self.pipeline.hold(name), name)
 
     def free(self, name: str) -> None:
         assert self.loop
@@ -71,22 +62,28 @@ class KeptRows:
             raise late() from None
 
     def take(self, name: str) -> memoryview | None:
-        def free_late(done: Future[Bytes | None]) -> None:
-            if not done.exception() and done.result() is not None:
-                self.free(name)  # not released: the reader may ask the front door
-
-        answer = self._begin(self.pipeline.take(name))
-        try:
-            found = answer.result(KEPT_ROWS_SECONDS)
-        except TimeoutError:
-            answer.add_done_callback(free_late)
-            raise late() from None
+        found = self._holding(self.pipeline.take(name), name)
         return None if found is None else found.data
 
     def drop(self, name: str) -> None:
         assert self.loop
         with suppress(RuntimeError):
             self.loop.call_soon_threadsafe(self.pipeline.drop, name)
+
+    def _holding(self, call: Coroutine[Any, Any, Result], name: str) -> Result:
+        """The result of a call that holds a name, unless it gives None. If it comes too late, the
+        name is freed but not released: the reader may ask the front door."""
+
+        def free_late(done: Future[Result]) -> None:
+            if not done.exception() and done.result() is not None:
+                self.free(name)
+
+        answer = self._begin(call)
+        try:
+            return answer.result(KEPT_ROWS_SECONDS)
+        except TimeoutError:
+            answer.add_done_callback(free_late)
+            raise late() from None
 
     def _begin(self, call: Coroutine[Any, Any, Result]) -> Future[Result]:
         assert self.loop

@@ -222,18 +222,16 @@ class Pipeline:
     async def rows(self, name: str) -> Bytes:
         """The bytes of rows that are held. Raises EmbeddingLost."""
         held = self.references.held(name)
-        data = held.kept.embedding.data
-        if not isinstance(data, SharedBytes):
-            return np.asarray(data)
-        if isinstance(data.object_ref, PendingWrite) and data.object_ref.rows is not None:
-            return data.object_ref.rows
+        shared = held.kept.shared_object
+        if isinstance(shared, PendingWrite) and shared.rows is not None:
+            return shared.rows
         written = (await self._written(held.name, held.kept)).embedding.data
         if not isinstance(written, SharedBytes):
             return np.asarray(written)
         opened = self.references.opened
-        if data.object_ref not in opened:
-            opened[data.object_ref] = await arrays(written)
-        return opened[data.object_ref][written.place]
+        if shared not in opened:
+            opened[shared] = await arrays(written)
+        return opened[shared][written.place]
 
     async def take(self, name: str) -> Bytes | None:
         """The bytes under a whole name, which is held until `drop`; None: unknown. Raises

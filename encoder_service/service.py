@@ -216,6 +216,10 @@ class Service:
         deadline = Deadline(self.fetch_seconds, "try again, or let the id expire")
         await deadline.keep(self.backend.release(reference))
 
+    def place(self, reference: str) -> RowsPlace:
+        """Where the replica that keeps an id serves its rows. Raises NotFound."""
+        return self.backend.place(reference)
+
     async def _admit(
         self,
         items: Sequence[RequestItem],

@@ -19,6 +19,7 @@ from actors.options import ImagesKwargs, ModelOptions
 from actors.spec.checkpoint import (
     DAMAGED,
     PROCESSOR_FILES,
+    VIDEO_PROCESSOR_FILE,
     Files,
     Json,
     Noted,
@@ -114,7 +115,8 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     try:
         spec = made(files, config)
     except DAMAGED as error:
-        for name in PROCESSOR_FILES:  # what has not been read by now may be read with other keys
+        # What has not been read by now may be read with other keys.
+        for name in (*PROCESSOR_FILES, VIDEO_PROCESSOR_FILE):
             with suppress(CheckpointError):
                 files.read_json(name)
         examples = [Preset(name).files for name in preset_names()]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self
 
 from actors.spec.sizing import SMALLEST_BUDGET_TOKENS, Defaults, Largest
@@ -309,6 +310,10 @@ class ConformerSizing(AudioSizing):
         seconds = min(self.most_seconds, BUDGET_SECONDS)
         largest = self.plan(Size(int(seconds * self.rate), 1)).tokens
         return min(SMALLEST_BUDGET_TOKENS, largest), SOUNDS_PER_BUDGET * largest
+
+
+at_16_khz = partial(ConformerSizing, rate=16000, hop=160, fft=512, stack=1)
+"""A frame every 10 ms, as of all families so far."""
 
 
 def halved(frames: int) -> int:

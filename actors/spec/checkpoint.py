@@ -27,9 +27,8 @@ DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
-PROCESSOR_FILES = (
-    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
 """What is read of a model beside config.json, if it is there."""
 
 VOCABULARIES = (

@@ -11,7 +11,7 @@ from typing import Any
 
 from actors.errors import CheckpointError
 from actors.options import ModelOptions
-from actors.spec.checkpoint import Files, Json
+from actors.spec.checkpoint import VIDEO_PROCESSOR_FILE, Files, Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import Resample, Sizing
 from actors.spec.video import VideoSizing
@@ -95,7 +95,7 @@ class ModelSource:
         together = self.files.read_json("processor_config.json") or {}
         for settings in (
             together.get("video_processor"),
-            self.files.read_json("video_preprocessor_config.json"),
+            self.files.read_json(VIDEO_PROCESSOR_FILE),
             self.files.read_json("preprocessor_config.json"),
         ):
             if settings is not None:
@@ -174,7 +174,7 @@ def processor_name(files: Files) -> str:
     together = files.read_json("processor_config.json") or {}
     places = [
         together.get("video_processor") or {},
-        files.read_json("video_preprocessor_config.json") or {},
+        files.read_json(VIDEO_PROCESSOR_FILE) or {},
         files.read_json("preprocessor_config.json") or {},
         together.get("image_processor") or {},
         together,

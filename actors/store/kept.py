@@ -147,7 +147,7 @@ class References:
         self._released: set[str] = set()  # while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
         self.opened: dict[object, list[Bytes]] = {}
-        """Arrays of such objects, for whoever reads them; forgotten with the last entry."""
+        """The arrays of such an object, once they have been read and until its last entry ends."""
         self.bytes = 0  # that all entries together hold
 
     @property

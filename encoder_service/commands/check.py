@@ -29,6 +29,7 @@ from actors.families.registry import read
 from actors.models.load import family_of
 from actors.models.precision import parse_plan
 from actors.options import EncoderOptions
+from actors.spec.checkpoint import PROCESSOR_FILES
 from actors.spec.model_spec import ModelSpec
 from actors.store.shared_cache import open_store
 from actors.types import PLURALS, Kind, Size
@@ -80,7 +81,6 @@ LIMITED: dict[str, set[Kind]] = {
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def add(subcommands: Any) -> None:

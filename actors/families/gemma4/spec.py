@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from actors.families.whisper.spec import SILENCE
-from actors.spec.audio import ConformerSizing
+from actors.spec.audio import at_16_khz
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, only
@@ -43,13 +43,9 @@ def sounds(source: ModelSource) -> ModelSpec:
     only(encoder, {"attention_chunk_size": block}, "the audio encoder")
     mels = int(encoder["subsampling_conv_channels"][0])
     only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
-    sizing = ConformerSizing(
-        rate=16000,
-        hop=160,
-        fft=512,
+    sizing = at_16_khz(
         mels=mels,
         window_frames=3000,
-        stack=1,
         most_seconds=30,
         halvings=2,
         features="gemma4",

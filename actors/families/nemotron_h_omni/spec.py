@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.families.whisper.spec import SILENCE
-from actors.spec.audio import ConformerSizing
+from actors.spec.audio import at_16_khz
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sampling import Evenly
@@ -80,13 +80,9 @@ def sounds(source: ModelSource) -> ModelSpec:
     if not int(encoder["conv_kernel_size"]) % 2:
         raise ValueError("conv_kernel_size of the audio encoder: only odd numbers are supported")
     only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
-    sizing = ConformerSizing(
-        rate=16000,
-        hop=160,
-        fft=512,
+    sizing = at_16_khz(
         mels=mels,
         window_frames=positions * 2**HALVINGS,
-        stack=1,
         most_seconds=positions * 2**HALVINGS / 100,
         halvings=HALVINGS,
         features="parakeet",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from actors.families.whisper.spec import SILENCE
-from actors.spec.audio import ConformerSizing
+from actors.spec.audio import at_16_khz
 from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import HALVES, ModelSource, layers_run, only, side, tower_pixels
@@ -68,13 +68,9 @@ def sounds(source: ModelSource, config: Json) -> ModelSpec:
     width, mels = int(encoder["hidden_size"]), int(encoder["input_size"])
     only(encoder, FIXED | dict.fromkeys(CHANNELS, width), "the audio encoder")
     only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
-    sizing = ConformerSizing(
-        rate=16000,
-        hop=160,
-        fft=512,
+    sizing = at_16_khz(
         mels=mels,
         window_frames=WINDOW * 2**HALVINGS,
-        stack=1,
         most_seconds=math.inf,
         halvings=HALVINGS,
         features="phi4",

@@ -162,6 +162,7 @@ def test_tokens(stub: EncoderStub) -> None:
             lambda m=metadata: stub.Encode(request(jpeg(96, 64)), metadata=m),
             lambda m=metadata: list(stub.EncodeStream(request(jpeg(96, 64)), metadata=m)),
             lambda m=metadata: stub.GetModel(pb.GetModelRequest(), metadata=m),
+            lambda m=metadata: stub.GetPlace(pb.GetPlaceRequest(reference="a.b"), metadata=m),
         ):
             assert refusal(call)[0] is grpc.StatusCode.UNAUTHENTICATED
 
