@@ -10,8 +10,8 @@ All of Serve that is private and used by this project is here:
   or wait for ever;
 - the option `_by_reference` of a handle, its default, so that answers with object references never
   go by Serve's own gRPC, where they would never be released;
-- `_fetch_replica_results_async` of a broadcast: the public `results_async` loses all results if one
-  replica hangs.
+- `_fetch_replica_results_async` of a broadcast, and `add_done_callback` of its results: the public
+  `results_async` loses all results if one replica hangs.
 tests/unit/router/test_pinned.py guards them.
 """
 
@@ -41,6 +41,9 @@ async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str]
     """The result of a method of every replica; None for one that fails or takes too long."""
 
     async def ask(call: Any) -> tuple[str, str] | None:
+        # Serve has callbacks wait for the answer too. If they come to an answer of over 100 KB that
+        # nobody refers to any more, Ray aborts this process: refer to it until they were called.
+        call.add_done_callback(lambda _: call)
         try:
             async with asyncio.timeout(ASK_SECONDS / 2):
                 page: tuple[str, str] = await call.get_async()

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import pickle
+import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
+import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from router.replicas import pinned
 from router.replicas.fleet import PUBLISHED, PinnedReplicaUnavailable, Replica
-from router.replicas.pinned import PinnedRequestRouter
+from router.replicas.pinned import PinnedRequestRouter, ask_all
 
 
 def test_ray_has_the_hooks() -> None:
@@ -71,3 +77,38 @@ def test_it_publishes_the_replicas_in_the_order_of_their_ids() -> None:
     assert list(first.items()) == [("a", Replica({}, 2)), ("b", Replica({}, 1))]
     request_router._publish()
     assert PUBLISHED["app", "Encoder"] is not first
+
+
+class Late:
+    """A call whose answer nobody waits for any more when it comes."""
+
+    callbacks: ClassVar[list[Callable[[Any], None]]] = []  # of no call: as Ray keeps them
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        self.callbacks.append(callback)
+
+    async def get_async(self) -> None:
+        await asyncio.sleep(60)
+
+    def cancel(self) -> None:
+        pass
+
+
+def test_a_late_answer_is_referred_to_until_its_callbacks_were_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray aborts a process whose callback comes to a long answer without a reference."""
+    monkeypatch.setattr(pinned, "ASK_SECONDS", 0.1)
+    calls = [Late()]
+    call = weakref.ref(calls[0])
+
+    async def fetched() -> list[Late]:
+        return [calls.pop()]
+
+    handle: Any = SimpleNamespace(
+        broadcast=lambda method: SimpleNamespace(_fetch_replica_results_async=fetched)
+    )
+    assert asyncio.run(ask_all(handle, "scrape")) == [None]
+    assert call() is not None
+    Late.callbacks.pop()(None)
+    assert call() is None
