@@ -209,8 +209,7 @@ class Pipeline:
             ) from error
 
     async def hold(self, name: str) -> HeldRows | None:
-        """Keeps the rows of a name in place until `free` has been called once per hold. None:
-        unknown."""
+        """Keeps the rows of a name in place until one `free` per hold. None: unknown."""
         if (hold := self.references.hold(name, monotonic())) is None:
             return None
         spec, embedding = self.writer.spec, hold.kept.embedding
