@@ -19,7 +19,7 @@ class InvalidRequest(ServiceError):
 
 
 class InvalidOption(InvalidRequest):
-    """An option is unknown, or has a value that it cannot have."""
+    """An option is unknown or has an invalid value."""
 
 
 class InvalidMedia(InvalidRequest):
@@ -43,7 +43,7 @@ class Unauthorized(ServiceError):
 
 
 class NotFound(ServiceError):
-    """No such thing."""
+    """What was asked for does not exist."""
 
 
 class Overloaded(ServiceError):

@@ -51,7 +51,7 @@ class Capacity:
     tokens: tuple[int, ...]  # maximum on each path, with or without graphs
     items: int
     frames: int  # maximum attention segments of all videos of a pack
-    exact_graphs: int = 0  # recurring layouts captured within the one budget
+    exact_graphs: int = 0  # maximum captured layouts with `graphs.mode: exact`
     frame_tokens: int = 0  # tokens of a budget per frame that its graph holds; 0: any number
 
     @property

@@ -266,7 +266,7 @@ class CudaDevice(Device):
     def alive(self) -> bool:
         """Whether the CUDA context works: an illegal memory access breaks it for good."""
         try:
-            torch.cuda.synchronize(self.device)  # allocates nothing: out of memory is no failure
+            torch.cuda.synchronize(self.device)  # allocates nothing, so low memory is no failure
         except RuntimeError:
             return False
         return True

@@ -103,7 +103,7 @@ class DecodeProcess:
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
         self.fingerprint = ""
-        """Of the spec, as the process read it. Empty: it did not start."""
+        """Fingerprint of the spec that the process read. Empty: it did not start."""
         with suppress(BlockingIOError):
             self.fingerprint = "".join(map(str, self._message()))
         self.most_seconds = most_seconds
@@ -309,7 +309,7 @@ class Decoder:
         return item
 
     def _run(self, slab: Slab) -> None:
-        """The thread of one process."""
+        """Runs in the thread of one process."""
         process = None
         try:
             process = self._start(slab)

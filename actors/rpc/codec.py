@@ -27,7 +27,7 @@ VERSION = 6  # of the protocol. Routers use no replica that has another one
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
 Fields = dict[str, Any]
-"""The fields of a message. Nested messages are dictionaries too: a message object would be
+"""The fields of a message. Nested messages are dictionaries too, because a message object would be
 copied."""
 
 Value = TypeVar("Value")

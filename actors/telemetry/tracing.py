@@ -28,7 +28,7 @@ from actors.options import TracingOptions
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-LOG = "ray.serve"  # the logger that Serve gives each replica a file for
+LOG = "ray.serve"  # the logger that Serve writes to a file per replica
 
 Value = str | int | float
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
