@@ -186,10 +186,10 @@ class GraphOptions(Options):
     most one per 32 tokens. 0: graphs for images only; videos run eagerly. Otherwise each budget has
     a second graph for packs with videos, so that packs of images do not get slower."""
     blocks: BlockChoice = "auto"
-    """`fast`: our own kernels, for every family but Step3. `compile`: torch.compile, which needs a
+    """`fast`: our own kernels; Step3 and Gemma 4 have none. `compile`: torch.compile, which needs a
     C++ compiler, takes seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
-    Both need CUDA and a 16-bit dtype. `reference`: plain torch. `auto`: the first of these that is
-    supported."""
+    Both need CUDA and a 16-bit dtype. `reference`: plain torch, and the only form of conformers.
+    `auto`: the first of these that is supported."""
 
     precision: Literal["bf16", "fp8"] = "bf16"
     """`bf16`: everything in `model.dtype`. `fp8`: the linear layers listed in `precision_file` run
