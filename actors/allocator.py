@@ -1,17 +1,17 @@
-"""A first-fit allocator of offsets into a piece of memory, which it never touches."""
+"""A first-fit allocator of offsets into memory. It never touches the memory itself."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
 
-ALIGNMENT_BYTES = 256  # of offsets and sizes: whole cache lines, and what a GPU reads fastest
+ALIGNMENT_BYTES = 256  # of offsets and sizes: whole cache lines, and fast to read for a GPU
 
 
 class Allocator:
     """Takes the lowest gap that is large enough, so that memory is only touched when needed.
 
-    One thread at a time may call it, except for `give_back`.
+    Only `give_back` is thread-safe.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -41,12 +41,13 @@ class Allocator:
         return None
 
     def give_back(self, offset: int) -> None:
-        """Frees the block that `take` returned, at the next call of another method. Takes no lock:
-        the garbage collector may call it, as a finalizer, in a thread that holds any lock."""
+        """Frees a block that `take` returned, at the next call of another method. Takes no lock,
+        because the garbage collector may call it, as a finalizer, in a thread that holds any
+        lock."""
         self._returned.append(offset)
 
     def _free_returned(self) -> None:
-        """Merges each block that was given back with the gaps beside it."""
+        """Merges returned blocks with the gaps next to them."""
         while self._returned:
             offset = self._returned.popleft()
             size = self._taken.pop(offset)

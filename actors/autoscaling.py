@@ -1,7 +1,7 @@
-"""How many encoder replicas the load needs. Serve's controller calls it.
+"""The autoscaling policy of encoder replicas, called by Serve's controller.
 
-Load is counted in outstanding patches, or the seconds that they take, because requests differ in
-them by a factor of a thousand.
+Load is measured in outstanding patches, or in the seconds that they take, because requests differ
+in these by a factor of a thousand.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from typing import Any
 OUTSTANDING_PATCHES = "outstanding_patches"
 """The metric that replicas report to the router and to Serve's autoscaler."""
 OUTSTANDING_PAIRS = "outstanding_pairs"
-"""Of the same work, to the router alone: see types.Work."""
+"""The same work in pairs, reported to the router only: see types.Work."""
 OUTSTANDING_SECONDS = "outstanding_seconds"
-"""Of the same work, by what the replica measured at start, to the autoscaler."""
+"""The same work in seconds, as measured at start, reported to the autoscaler only."""
 
 
 class WorkPolicy:
-    """Asks for enough replicas that each has `target` outstanding; Serve applies the bounds and
-    delays of its AutoscalingConfig."""
+    """Asks for as many replicas as keep each at `target` outstanding or below. Serve applies the
+    bounds and delays of its AutoscalingConfig."""
 
     def __init__(self, target: float, metric: str = OUTSTANDING_PATCHES) -> None:
         self.target = target
         self.metric = metric
 
     def __call__(self, context: Any) -> tuple[int, dict[str, Any]]:
-        """The number of replicas, and the state to keep until the next call: none.
+        """Returns the number of replicas, and an empty state for the next call.
 
         `context`: Serve's AutoscalingContext, whose metrics are means over the look-back period.
         """

@@ -1,7 +1,7 @@
-"""The encoder deployment: one replica owns one device.
+"""The encoder deployment. Each replica owns one device.
 
-Life: load -> capture -> warm up -> ready -> drain -> stop. Serve sends no requests before
-`__init__` returns, which is after the last graph is captured. pipeline.py has the rest.
+Lifecycle: load -> capture -> warm up -> ready -> drain -> stop. `__init__` returns after the
+warm-up, and Serve sends no requests before that. Items are encoded in pipeline.py.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from actors.types import Dtype, Media, Reply, Work
 log = logging.getLogger("ray.serve")
 
 KEPT_ROWS_SECONDS = 5.0
-"""How long a reader of rows waits for the event loop, and until rows are written."""
+"""How long a thread of the RowsServer waits for a call on the event loop, writing rows included."""
 Result = TypeVar("Result")
 
 
 class KeptRows:
-    """A pipeline's references for the threads of a RowsServer: calls run on the event loop."""
+    """Gives the threads of a RowsServer access to a pipeline. Calls run on the event loop."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
@@ -50,7 +50,7 @@ class KeptRows:
 
     def free(self, name: str) -> None:
         assert self.loop
-        with suppress(RuntimeError):  # the loop was closed, with the replica
+        with suppress(RuntimeError):  # the loop is closed: the replica has stopped
             self.loop.call_soon_threadsafe(self.pipeline.free, name)
 
     def rows(self, name: str) -> memoryview:
@@ -71,8 +71,11 @@ class KeptRows:
             self.loop.call_soon_threadsafe(self.pipeline.drop, name)
 
     def _holding(self, call: Coroutine[Any, Any, Result], name: str) -> Result:
-        """The result of a call that holds a name, unless it gives None. If it comes too late, the
-        name is freed but not released: the reader may ask the front door."""
+        """Runs a call that places a hold on a name, unless it returns None.
+
+        If the result comes too late, the hold is freed. The name is not released, because the
+        reader may still fetch the embedding through the front door.
+        """
 
         def free_late(done: Future[Result]) -> None:
             if not done.exception() and done.result() is not None:
@@ -95,7 +98,7 @@ def late() -> Unavailable:
 
 
 class Encoder:
-    """Encodes items; routers choose which replica gets which."""
+    """The deployment's class. Routers choose the replica for each item."""
 
     def __init__(
         self,
@@ -103,7 +106,7 @@ class Encoder:
         pool: str = "",
         largest_item: tuple[int, ...] | None = None,
     ) -> None:
-        """`pool`, `largest_item`: what routers are told, see router.replicas.fleet.Replica."""
+        """`pool`, `largest_item`: reported to routers, see router.replicas.fleet.Replica."""
         name_requests()
         self.options = options
         self.about: dict[str, Any] = {"pool": pool} | (
@@ -115,7 +118,7 @@ class Encoder:
         self.pipeline = open_pipeline(options, self.series, self.spans, self.replica)
         self.outstanding = Work(0)
         self.waiting = Work(0)
-        """This replica's share of what waits in routers."""
+        """This replica's share of the work that is queued in routers."""
         self.kept_rows = KeptRows(self.pipeline)
         self.rpc = ReplicaServer(self, RowsServer(self.kept_rows), options.references.port)
         engine = self.pipeline.engine
@@ -132,8 +135,11 @@ class Encoder:
         waiting_per_sent: float = 0,
         early: Callable[[Reply], None] | None = None,
     ) -> Reply:
-        """See Pipeline.encode. `waiting_per_sent`: patches that wait in the router for each of
-        these. `early`: is given answers as they come, except the last."""
+        """See Pipeline.encode.
+
+        `waiting_per_sent`: patches queued in the router per patch that it sent. `early`: called
+        with answers as they are ready, except for the last ones, which are returned.
+        """
         ORIGIN.set(origin)
         work = Work.of(item.plan.work for item in media)
         waiting = work.times(waiting_per_sent)
@@ -168,15 +174,15 @@ class Encoder:
         return self.pipeline.references.release(name)
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id, and its series in Prometheus' text format."""
+        """This replica's id, and its metrics in Prometheus' text format."""
         return self.replica, self.series.text()
 
     def item_tokens(self) -> tuple[str, str]:
-        """This replica's id, and how many tokens its items had, in JSON."""
+        """This replica's id, and its items counted by their tokens, as JSON."""
         return self.replica, json.dumps(self.pipeline.engine.item_tokens.document())
 
     async def record_replica_metadata(self) -> dict[str, Any]:
-        """What routers know of this replica. Serve asks once."""
+        """Metadata for routers. Serve calls this once."""
         self.kept_rows.loop = asyncio.get_running_loop()
         process = ray.get_runtime_context()
         endpoint = await self.rpc.start(
@@ -189,13 +195,13 @@ class Encoder:
         return said | endpoint.metadata
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """The load that this replica has accepted from all routers. Serve asks every second."""
+        """The outstanding work from all routers. Serve calls this every second."""
         self.pipeline.references.expire(monotonic())
         patches, pairs = self.outstanding
         return {OUTSTANDING_PATCHES: patches, OUTSTANDING_PAIRS: pairs}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """The same and what waits in routers, for the policy in autoscaling.py."""
+        """The outstanding work plus what is queued in routers, for the policy in autoscaling.py."""
         work = Work.of([self.outstanding, self.waiting])
         stats: dict[str, float] = {OUTSTANDING_PATCHES: work.patches}
         if cost := self.pipeline.engine.cost:
@@ -203,7 +209,7 @@ class Encoder:
         return stats
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Serve calls it with the deployment's `user_config`: nothing here changes live."""
+        """Called by Serve with the deployment's `user_config`. No option can change live."""
         with refused(running=True):
             updated(self.options, user_config, {})
 
@@ -219,12 +225,12 @@ class Encoder:
             )
 
     async def stop(self) -> None:
-        """Serve has waited for its own calls; this waits for those over gRPC."""
+        """Waits for calls over gRPC; Serve has already waited for its own."""
         await self.rpc.stop(self.options.encoder.drain_timeout_seconds)
         self.pipeline.close()
 
     def __del__(self) -> Coroutine[Any, Any, None] | None:
-        """Serve calls it once, at the end, and awaits what it returns."""
+        """Called by Serve once, at shutdown. Serve awaits the coroutine."""
         if hasattr(self, "rpc") and self.rpc.running:
             return self.stop()
         if hasattr(self, "pipeline"):

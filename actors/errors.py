@@ -7,7 +7,7 @@ from __future__ import annotations
 
 
 class ServiceError(Exception):
-    """Anything that this service raises on purpose. Pickles; carries one sentence for people."""
+    """Base class of everything that this service raises on purpose. Can be pickled."""
 
     @property
     def message(self) -> str:
@@ -19,15 +19,15 @@ class InvalidRequest(ServiceError):
 
 
 class InvalidOption(InvalidRequest):
-    """An option is unknown, or has a value that it cannot have."""
+    """An option is unknown or has an invalid value."""
 
 
 class InvalidMedia(InvalidRequest):
-    """An item is not what it says: truncated, not an image, bad base64."""
+    """An item is not what it claims to be: truncated, not an image, bad base64."""
 
 
 class UnsupportedMedia(InvalidRequest):
-    """A format or kind of media that this service or model does not take."""
+    """A format or kind of media that this service or model does not support."""
 
 
 class NotAcceptable(InvalidRequest):
@@ -43,11 +43,11 @@ class Unauthorized(ServiceError):
 
 
 class NotFound(ServiceError):
-    """No such thing."""
+    """What was asked for does not exist."""
 
 
 class Overloaded(ServiceError):
-    """Too many patches in flight: come back later."""
+    """Too many patches are in flight. Retry later."""
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message, retry_after_seconds)
@@ -66,11 +66,11 @@ class Unavailable(ServiceError):
 
 
 class EmbeddingLost(Unavailable):
-    """Encoded, but lost with its replica before it was read."""
+    """An embedding was lost, usually with its replica, before it was read."""
 
 
 class EncodeFailed(ServiceError):
-    """The encoder failed on an item that seems sound: our fault."""
+    """The encoder failed on an item that seems valid. Not the client's fault."""
 
 
 class StartError(ServiceError):
@@ -78,8 +78,8 @@ class StartError(ServiceError):
 
 
 class ConfigError(StartError):
-    """A key or a value of the configuration."""
+    """A key or a value of the configuration is wrong."""
 
 
 class CheckpointError(StartError):
-    """Weights that are missing, left over, misshapen or not to be had."""
+    """Files or weights of a checkpoint are missing, unexpected, misshapen or unavailable."""

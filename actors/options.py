@@ -35,11 +35,11 @@ BlockChoice = Literal["auto", BlockForm]
 
 
 OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value)
-"""YAML 1.1 reads a bare `off` as false."""
+"""Needed because YAML 1.1 reads a bare `off` as false."""
 
 
 class Options(BaseModel):
-    """Frozen. Refuses unknown keys, and values of another type: true or "1" for 1, infinity."""
+    """Frozen. Rejects unknown keys, values of another type (true or "1" for 1) and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -57,9 +57,9 @@ def validated(kind: type[Made], values: Mapping[str, Any]) -> Made:
 
 
 def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]) -> Made:
-    """The options with the values of a deployment's `user_config`.
+    """The options updated with a deployment's `user_config`. Raises ConfigError.
 
-    `live`: by section, the keys that can be changed while a replica runs. Raises ConfigError.
+    `live`: the keys of each section that can be changed while a replica runs.
     """
     if not isinstance(user_config, Mapping):
         raise ConfigError("user_config is not a mapping")
@@ -81,7 +81,7 @@ def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]
 
 @contextmanager
 def refused(*, running: bool) -> Iterator[None]:
-    """Logs a ConfigError in a replica that runs, which Serve would replace if it raised."""
+    """Logs a ConfigError in a running replica, because Serve would replace it if it raised."""
     try:
         yield
     except ConfigError as error:
@@ -91,14 +91,14 @@ def refused(*, running: bool) -> Iterator[None]:
 
 
 def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
-    """One of pydantic's problems. Possible secrets are not quoted: unknown keys, `auth`, and
-    `cache`, whose URL may have a password."""
+    """One of pydantic's problems as a sentence. Values that may be secret are not quoted: those of
+    unknown keys, of `auth`, and of `cache`, whose URL may have a password."""
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         names = known(kind, keys[:-1])
         near = "".join(f". Did you mean {name}?" for name in get_close_matches(keys[-1], names, 1))
         return f"{'.'.join(keys)}: no such key; known are {', '.join(names)}{near}"
-    # pydantic's prefix for the message of a validator.
+    # pydantic adds the prefix to messages of validators.
     said = str(problem["msg"]).removeprefix("Value error, ")
     if keys:
         said = f"{'.'.join(keys)}: {said}"
@@ -113,7 +113,7 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
 def known(kind: type[Options], section: Sequence[str]) -> list[str]:
     options: Any = kind
     for key in section:
-        if key.isdigit():  # a place in a list
+        if key.isdigit():  # an index of a list
             continue
         declared = options.model_fields[key].annotation
         options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
@@ -121,7 +121,7 @@ def known(kind: type[Options], section: Sequence[str]) -> list[str]:
 
 
 class ImagesKwargs(Options):
-    """Of transformers' image processor, in place of the checkpoint's: see types.ProcessorKwargs."""
+    """Overrides of the checkpoint's image processor: see types.ProcessorKwargs."""
 
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
@@ -129,7 +129,7 @@ class ImagesKwargs(Options):
 
 
 class VideosKwargs(ImagesKwargs):
-    """Of transformers' video processor."""
+    """Overrides of the checkpoint's video processor."""
 
     fps: PositiveFloat | None = None
     num_frames: PositiveInt | None = None
@@ -141,59 +141,61 @@ class ModelOptions(Options):
     id: str  # a folder, a Hugging Face repository, or (with dummy weights) the name of a preset
     revision: str | None = None  # of a repository; a folder or a preset has none
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """`dummy` gives random weights, and every response says so. `auto` is safetensors."""
+    """`dummy`: random weights, and every response says so. `auto` means safetensors."""
     dtype: ModelDtype = "bfloat16"
     output: Literal["rows", "vector"] = "rows"
-    """`vector`: one vector for each image, and for texts where the checkpoint has a text tower, in
-    place of the rows of an image. For CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and MLCD."""
+    """`vector`: one vector per image instead of its rows, and one per text if the checkpoint has a
+    text tower. For CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and MLCD."""
     tower: Literal["vision", "audio"] | None = None
-    """Which tower of a checkpoint that has both, such as Qwen3-Omni's: a service serves one."""
+    """The tower to serve if a checkpoint has both, such as Qwen3-Omni's. A service serves one."""
     trust: Literal["never"] = "never"
     """Code from a repository is never run. There is no other value."""
     images_kwargs: ImagesKwargs = ImagesKwargs()
-    """How images are sized whose request does not say. Budgets are generated up to this size."""
+    """Defaults for requests that do not set them. Budgets are generated up to this size."""
     videos_kwargs: VideosKwargs = VideosKwargs()
-    """How videos are sized and sampled whose request does not say."""
+    """Defaults for requests that do not set them."""
 
 
 class GraphOptions(Options):
-    """Which graphs are captured. Names as in vLLM's compilation config."""
+    """Which graphs are captured. Names follow vLLM's compilation config."""
 
     mode: Annotated[Literal["budget", "exact", "off"], OFF_IS_A_WORD] = "budget"
-    """`budget` captures every budget at start; `exact` captures a pack's layout (the grids of its
-    items) when it is seen for the second time, up to the largest budget, and keeps the 64 used
-    last; `off` runs everything eagerly."""
+    """`budget` captures every budget at start. `exact` captures a pack's layout (the grids of its
+    items), up to the largest budget, when it is seen for the second time, and keeps the 64 most
+    recently used. `off` runs everything eagerly."""
     token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
     """In output tokens. Empty: generated over the model's range (`steps_per_doubling`). For a model
-    of two paths, only the largest counts: it is the maximum of both paths. `learned`: as empty, and
-    with a `sizes_file` as many budgets that suit what it counted."""
+    of two paths, only the largest counts: it is the maximum of both paths. `learned`: generated
+    budgets until `sizes_file` exists, then as many budgets that suit the items counted there."""
     sizes_file: str = ""
-    """Of `token_budgets: learned`, on each node: replicas write there what they encoded, and plan
-    their budgets from it when they start."""
+    """For `token_budgets: learned`, on each node. Replicas write the sizes of their items to it,
+    and plan their budgets from it when they start."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 8
-    """Generated budgets per doubling, in multiples of 8 tokens or of one tile; 1: powers of two.
-    More budgets pad less and take longer to capture. For models of one path."""
+    """Generated budgets per doubling, in multiples of 8 tokens or of one tile. 1: powers of two.
+    More budgets mean less padding and a longer start. For models of one path."""
     global_token_budgets: tuple[PositiveInt, ...] = Field((), strict=False)
-    """Budgets of the path that sees whole images. Empty: one image, doubled up to the maximum."""
+    """Budgets of the path for whole images. Empty: one image, doubled up to the maximum."""
     local_token_budgets: tuple[NonNegativeInt, ...] = Field((), strict=False)
-    """Budgets of the path that sees crops; 0, for images without crops, is always included. Empty:
-    one crop, doubled up to the maximum."""
+    """Budgets of the path for crops. 0, for images without crops, is always included. Empty: one
+    crop, doubled up to the maximum."""
     max_vision_items_per_batch: int = Field(0, ge=0)
-    """0: largest budget // smallest budget, or // the model's smallest if that is lower."""
+    """Maximum items in a pack. 0: the largest budget divided by the smallest, or by the model's
+    smallest if that is lower."""
     max_frames_per_batch: int | None = Field(None, ge=0)
-    """Most temporal groups of frames in a pack. None: items x the model's frames per video, at most
-    one per 32 tokens. 0: graphs for images only; videos run eagerly. Otherwise each budget has a
-    second graph for packs with videos, so that packs of images pay nothing for them."""
+    """Maximum temporal groups of frames in a pack. None: items x the model's frames per video, at
+    most one per 32 tokens. 0: graphs for images only; videos run eagerly. Otherwise each budget has
+    a second graph for packs with videos, so that packs of images do not get slower."""
     blocks: BlockChoice = "auto"
-    """`fast`: our own kernels, for every family but Step3. `compile`: torch.compile, which takes a
-    C++ compiler and seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
-    Both need CUDA and 16 bits. `reference`: plain torch. `auto`: the first that is supported."""
+    """`fast`: our own kernels; Step3 and Gemma 4 have none. `compile`: torch.compile, which needs a
+    C++ compiler, takes seconds at the first start, and caches its code in TORCHINDUCTOR_CACHE_DIR.
+    Both need CUDA and a 16-bit dtype. `reference`: plain torch, and the only form of conformers.
+    `auto`: the first of these that is supported."""
 
     precision: Literal["bf16", "fp8"] = "bf16"
-    """`bf16`: all in `model.dtype`. `fp8`: linear layers that `precision_file` lists in FP8 (e4m3),
-    with a scale for each row of activations and each output channel."""
+    """`bf16`: everything in `model.dtype`. `fp8`: the linear layers listed in `precision_file` run
+    in FP8 (e4m3), with a scale per row of activations and per output channel."""
     precision_file: str = ""
-    """Of `precision: fp8`, on each node: what `encoder-service calibrate` wrote."""
+    """For `precision: fp8`, on each node: the file that `encoder-service calibrate` wrote."""
 
     @model_validator(mode="after")
     def fp8_has_a_plan(self) -> Self:
@@ -212,7 +214,7 @@ class GraphOptions(Options):
     @model_validator(mode="before")
     @classmethod
     def learned_is_a_word(cls, given: Any) -> Any:
-        """For the budgets that are generated until a file is there."""
+        """Replaces `learned` by an empty tuple: budgets are generated until the file exists."""
         if not isinstance(given, Mapping) or given.get("token_budgets") != "learned":
             return given
         if not given.get("sizes_file"):
@@ -233,7 +235,7 @@ class GraphOptions(Options):
 def block_form(
     asked: BlockChoice, *, on_cuda: bool, dtype: ModelDtype, fast: bool | None
 ) -> BlockForm:
-    """The form in use. `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
+    """Resolves `graphs.blocks`. `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
     capable = on_cuda and dtype != "float32"
     if asked in ("fast", "compile") and not capable:
         raise ConfigError(
@@ -260,21 +262,21 @@ def block_form(
 class PackingOptions(Options):
     policy: Literal["least_cost", "smallest_first"] = "least_cost"
     """`least_cost` measures the replay time of each budget at start-up, and forms the packs that
-    take the least time in all; on the CPU it measures for a second and extrapolates the rest.
-    `smallest_first` fills packs up to the largest budget, as both do with `graphs.mode: exact` and
-    `off`."""
+    take the least time in total. On the CPU it measures for a second and extrapolates the rest.
+    `smallest_first` fills packs up to the largest budget. With `graphs.mode: exact` or `off`, both
+    are the same."""
 
 
 class SharedCacheOptions(Options):
-    """A second cache, which all replicas share and which outlives them."""
+    """A second cache that all replicas share and that outlives them."""
 
     url: str = Field(pattern=r"^[a-z0-9]+://")
-    """file:///folder, redis://host:port/database, or what fsspec knows, such as s3://bucket/prefix.
-    Whoever can write there decides which rows clients get."""
+    """file:///folder, redis://host:port/database, or a URL of fsspec, such as s3://bucket/prefix.
+    Anyone who can write there controls the rows that clients get."""
     max_bytes: int = Field(100 * 2**30, gt=0)
-    """Of a folder, which evicts what was used longest ago. Each replica may exceed it by 10 %."""
+    """For a folder, which evicts the least recently used. Each replica may exceed it by 10 %."""
     ttl_seconds: float = Field(7 * 86_400, gt=0)
-    """Of an embedding in Redis, where `maxmemory` is the limit in bytes."""
+    """For Redis, whose limit in bytes is its own `maxmemory`."""
 
 
 class CacheOptions(Options):
@@ -289,31 +291,31 @@ class ReferenceOptions(Options):
     max_bytes: int = Field(2**30, ge=0)
     """Per replica. Beyond it, the embedding fetched longest ago is evicted."""
     device_bytes: int = Field(0, ge=0)
-    """Memory on each replica's device where the latest of them are as well, for language models on
-    the same machine, which copy them from there (rows/memory.py). 0: none."""
+    """Memory on each replica's device for a second copy of the latest ones, which language models
+    on the same machine read from there (rows/memory.py). 0: none."""
     port: int = Field(0, ge=0, le=65_520)
-    """Where language models on other machines read the rows of ids: the first of 16 TCP ports that
-    a replica tries on its node. 0: the system chooses."""
+    """The port from which language models on other machines read rows: the first of 16 TCP ports
+    that a replica tries on its node. 0: the system chooses."""
 
 
 class PreprocessOptions(Options):
     alpha: Alpha = "white"
     """The background on which transparent images are composited, white as in vLLM. `drop` keeps the
-    colours that transparent pixels have, as transformers' load_image does: often black."""
+    colours of transparent pixels, which are often black, as transformers' load_image does."""
     prune: Annotated[Literal["off", "exact"], OFF_IS_A_WORD] = "off"
-    """`exact`: merge blocks of an image that repeat a neighbour bit for bit are not encoded, and
+    """`exact`: merge blocks of an image that repeat a neighbour bit for bit are not encoded and
     have no rows (PixelPrune). For families with two-dimensional positions and full attention."""
     threads: PositiveInt = 2
-    """Threads of the replica that decode: each works on one image or video at a time."""
+    """Decoding threads per replica. Each works on one image or video at a time."""
     processes: int = Field(0, ge=0, le=256)
-    """Decoding processes per replica, used instead of the threads, which slow down the GPU thread;
+    """Decoding processes per replica, used instead of the threads, which slow down the GPU thread.
     Linux only. Each takes about 200 MB, one core when busy, and seconds to start. 0: threads."""
     max_file_seconds: float = Field(40, gt=0)
-    """The longest that a process may work on one file, which is rejected after that: less than
-    `limits.timeout_seconds`, so that the caller is told."""
+    """The longest that a process may work on one file before the file is rejected. Keep it below
+    `limits.timeout_seconds`, so that the caller gets the error."""
     shared_bytes: int = Field(2**30, ge=2**20)
-    """Shared memory that holds the files and patches of decoding processes, allocated as it is
-    needed. Items that are too large for it are decoded by the threads."""
+    """Shared memory for the files and patches of decoding processes, allocated as needed. Items
+    that do not fit are decoded by the threads."""
 
 
 AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
@@ -323,25 +325,25 @@ class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
     replicas: PositiveInt = 1
-    """`num_replicas` in the `deployments` of the application changes without a restart."""
+    """To change it without a restart, set `num_replicas` in the application's `deployments`."""
     num_gpus: float = Field(1, ge=0, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: float = Field(1, ge=0)
     accelerator_type: AcceleratorType | None = None
-    """The kind of GPU by Ray's name, such as `H200` or `L40S`. None: any."""
+    """Ray's name of the GPU type, such as `H200` or `L40S`. None: any."""
     resources: dict[str, PositiveFloat] = {}
-    """Custom resources that Ray reserves per replica, to choose its nodes."""
+    """Custom resources that Ray reserves per replica, to choose nodes."""
     device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
     """How long a stopping replica may take to finish the requests it has accepted."""
     health_check_period_seconds: float = Field(5, gt=0)
     health_check_timeout_seconds: float = Field(8, gt=0)
-    """A replica that misses three health checks in a row is replaced. They are answered even under
-    full load: they never wait for the GPU thread."""
+    """A replica that misses three health checks in a row is replaced. Health checks are answered
+    even under full load, because they never wait for the GPU thread."""
 
     @property
     def reserved_gpus(self) -> float:
-        """That Ray reserves per replica."""
+        """GPUs that Ray reserves per replica."""
         return self.num_gpus
 
     @model_validator(mode="after")
@@ -360,16 +362,18 @@ class AutoscalingOptions(Options):
     min_replicas: PositiveInt = 1
     max_replicas: PositiveInt
     target_patches: PositiveInt = 100_000
-    """Mean outstanding patches per replica to aim at: the seconds that an item may wait, times the
-    patches that a replica encodes per second (BENCHMARKS.md)."""
+    """Target for the mean outstanding patches per replica: the seconds that an item may wait, times
+    the patches that a replica encodes per second (BENCHMARKS.md)."""
     target_seconds: float | None = Field(None, gt=0)
-    """Instead of `target_patches`: the seconds that an item may wait, by what each replica measured
-    at start. With `graphs.mode: exact` or `off` nothing is: the number of replicas stays."""
+    """Instead of `target_patches`: the seconds that an item may wait, computed from what each
+    replica measured at start. With `graphs.mode: exact` or `off` nothing is measured, and the
+    number of replicas does not change."""
     look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
     upscale_delay_seconds: float = Field(10, ge=0)
     """How long the load must be higher before replicas are added."""
     downscale_delay_seconds: float = Field(600, ge=0)
-    """How long it must be lower before replicas are removed: new ones load weights and capture."""
+    """How long the load must be lower before replicas are removed. Long, because a new replica has
+    to load weights and capture graphs."""
 
     @model_validator(mode="after")
     def bounds_are_in_order(self) -> Self:
@@ -381,7 +385,7 @@ class AutoscalingOptions(Options):
 
 
 class PoolGraphOptions(Options):
-    """The budgets of a pool. None: those of `graphs`."""
+    """Budgets of a pool. None: those of `graphs`."""
 
     token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
     global_token_budgets: tuple[PositiveInt, ...] | None = Field(None, strict=False)
@@ -389,7 +393,7 @@ class PoolGraphOptions(Options):
 
 
 class PoolOptions(Options):
-    """Encoders on one kind of device, in a deployment of their own. None: as `encoder` says."""
+    """Encoders on one kind of device, in their own deployment. None: the value of `encoder`."""
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
     replicas: PositiveInt | None = None
@@ -409,22 +413,22 @@ class EncoderOptions(DeviceOptions):
     """Several kinds of device in one service. Empty: all encoders are equal."""
     transport: Transport = "shared_memory"
     """How rows above a megabyte reach callers in Ray. `nixl` leaves them on the encoder's device,
-    and callers that have a device read them from there (actors/store/nixl.py): the language models
-    here, and your own actors. Needs the extra `nixl`; Ray calls the interface alpha."""
+    where callers with a device, language models of this service and your own actors, read them
+    (actors/store/nixl.py). Needs the extra `nixl`; Ray calls the interface alpha."""
     nixl_bytes: PositiveInt = 2**30
-    """Memory on each replica's device where rows wait for their readers. Rows that do not fit use
+    """Memory on each replica's device for rows that are yet to be read. Rows that do not fit use
     shared memory."""
     gpu_memory_bytes: PositiveInt | None = None
-    """Limit of the GPU memory that a replica takes through torch: weights, graphs, buffers,
+    """Limit of the GPU memory that a replica allocates through torch: weights, graphs, buffers,
     `nixl_bytes`, `references.device_bytes`. The CUDA context and modules come on top. None: all
-    that is free."""
+    free memory."""
     max_stall_seconds: float = Field(60, gt=0)
     """A replica that has work but finishes no pack for this long reports itself unhealthy."""
 
     @property
     def shutdown_seconds(self) -> float:
-        """After which Serve kills a stopping replica. Serve first waits 2 s for calls of its own;
-        after the drain, the last answers and their tickets take up to 3 s."""
+        """Seconds after which Serve kills a stopping replica. Serve first waits 2 s for its own
+        calls; after the drain, the last answers and their tickets take up to 3 s."""
         return self.drain_timeout_seconds + 5
 
     @model_validator(mode="after")
@@ -449,10 +453,10 @@ class TracingOptions(Options):
     """Spans of requests, through OpenTelemetry. Needs the extra `otel`."""
 
     export: Annotated[Literal["off", "otlp", "file"], OFF_IS_A_WORD] = "off"
-    """`otlp` sends spans to a collector over HTTP; `file` writes JSON lines, a file per process."""
+    """`otlp` sends spans to a collector over HTTP. `file` writes JSON lines, a file per process."""
     endpoint: str = ""
-    """The collector's URL, such as http://collector:4318/v1/traces. Empty: OTEL_EXPORTER_OTLP_*
-    apply."""
+    """The collector's URL, such as http://collector:4318/v1/traces. Empty: taken from
+    OTEL_EXPORTER_OTLP_*."""
     folder: str = ""  # where `export: file` writes, on each node
 
     @model_validator(mode="after")
@@ -474,8 +478,8 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def graphs_hold_the_dtype(self) -> Self:
-        """Checked here too, so that `encoder-service check` finds it: see attention.choose. Pools
-        are checked one by one: see config.encoders."""
+        """The same check as in attention.choose, here so that `encoder-service check` finds it.
+        Pools are checked one by one: see config.encoders."""
         on_cuda = self.encoder.device == "cuda" and not self.encoder.pools
         graphs = self.graphs.mode != "off"
         limit = self.encoder.gpu_memory_bytes
@@ -493,7 +497,7 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def pools_do_not_learn(self) -> Self:
-        """They would share a file, but not the sizes that they encode."""
+        """Pools would share a file, although they encode items of different sizes."""
         if self.encoder.pools and self.graphs.sizes_file:
             raise ValueError(
                 "graphs.token_budgets is learned, which encoder.pools cannot: list the budgets, "
@@ -503,7 +507,8 @@ class ActorOptions(Options):
 
     @model_validator(mode="after")
     def blocks_run_here(self) -> Self:
-        """Whether the family has the fast form is known once its spec is read: see config.fit."""
+        """Checks the device and dtype only. Whether the family has a fast form is known once its
+        spec is read: see config.fit."""
         try:
             if not self.encoder.pools:
                 self.block_form(fast=True)
@@ -512,6 +517,6 @@ class ActorOptions(Options):
         return self
 
     def block_form(self, *, fast: bool | None) -> BlockForm:
-        """The form of the blocks in use; `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
+        """The form of the blocks in use. `fast`: see ModelSpec.fast_blocks. Raises ConfigError."""
         on_cuda = self.encoder.device == "cuda"
         return block_form(self.graphs.blocks, on_cuda=on_cuda, dtype=self.model.dtype, fast=fast)

@@ -1,7 +1,8 @@
-"""An item's way through the actor: cache? -> decode -> encode -> write.
+"""The actor's pipeline: cache look-up -> decode -> encode -> write.
 
-`Pipeline._encode` is that way, one coroutine per item. Decoding, the engine and writing have their
-own threads; the event loop only passes items on. Knows neither Serve nor gRPC.
+`Pipeline._encode` is one coroutine per item that goes through these stages. Decoding, the engine
+and writing have their own threads; the event loop only passes items on. Knows neither Serve nor
+gRPC.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ from actors.types import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_PENDING_BYTES = 16 * 2**20  # of rows written after their item was answered
-REPLY_SECONDS = 0.002  # their replies go first: writing rows holds the GIL
+MOST_PENDING_BYTES = 16 * 2**20  # largest rows that are written after their item is answered
+REPLY_SECONDS = 0.002  # such writes are delayed, because they hold the GIL: the reply goes first
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -77,7 +78,7 @@ Result = TypeVar("Result")
 
 
 class Pipeline:
-    """The items of one actor, from media to embeddings. For one event loop."""
+    """Encodes the items of one actor, from media to embeddings. For one event loop."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Pipeline:
         sizes: SizesFile | None = None,
         memory: RowMemory | None = None,
     ) -> None:
-        """`memory`: where the rows of what is kept for ids are as well, as far as there is room."""
+        """`memory`: gets a copy of the rows of kept embeddings, as far as there is room."""
         self.decoder = decoder
         self.engine = engine
         self.writer = writer
@@ -103,9 +104,9 @@ class Pipeline:
         self._blocks: weakref.WeakValueDictionary[tuple[str, ...], Any] = (
             weakref.WeakValueDictionary()
         )
-        """Blocks of `memory` by what determines their rows: ids of equal items share one."""
+        """Blocks of `memory` by cache key and dtype, so that equal items share a block."""
         self._filling: dict[tuple[str, ...], asyncio.Task[None]] = {}
-        """Blocks that are being filled from the host, by the same."""
+        """Blocks that are being filled from the host, by the same key."""
         self._writing_behind = False
         self._closed = False
 
@@ -118,11 +119,12 @@ class Pipeline:
         keep: bool = False,
         early: Callable[[Reply], None] | None = None,
     ) -> dict[int, Answer]:
-        """An embedding or an error per item, by place. Cancelling it drops what has not begun.
+        """Returns an embedding or an error per item, by its index in `media`.
 
-        `keep`: embeddings are kept for a while, and answers have a `reference` instead of data.
-        `early`: is given answers as they come, except the last, which are returned. Raises
-        Unavailable once closed, because a router may call a replica that has drained.
+        Cancelling the call drops the items that have not begun. `keep`: embeddings are kept for a
+        while, and answers have a `reference` instead of data. `early`: called with answers as they
+        are ready, except for the last ones, which are returned. Raises Unavailable once closed,
+        because a router may call a replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
@@ -188,13 +190,14 @@ class Pipeline:
         return self._kept(media, embedding) if keep else embedding
 
     async def fetch(self, name: str) -> Kept | None:
-        """What is kept under a name. Raises EmbeddingLost where its rows could not be written."""
+        """What is kept under a name; None: nothing. Raises EmbeddingLost if its rows could not be
+        written."""
         if (found := self.references.find(name, monotonic())) is None:
             return None
         return await self._written(found, self.references.held(found).kept)
 
     async def _written(self, name: str, kept: Kept) -> Kept:
-        """Once its rows are in shared memory."""
+        """Waits until its rows are in shared memory. Raises EmbeddingLost."""
         try:
             return replace(kept, embedding=await written(kept.embedding))
         except Exception as error:
@@ -206,7 +209,7 @@ class Pipeline:
             ) from error
 
     async def hold(self, name: str) -> HeldRows | None:
-        """Keeps the rows of a name where they are until as many calls of `free`."""
+        """Keeps the rows of a name in place until one `free` per hold. None: unknown."""
         if (hold := self.references.hold(name, monotonic())) is None:
             return None
         spec, embedding = self.writer.spec, hold.kept.embedding
@@ -220,7 +223,7 @@ class Pipeline:
         self.references.free(name, monotonic())
 
     async def rows(self, name: str) -> Bytes:
-        """The bytes of rows that are held. Raises EmbeddingLost."""
+        """The bytes of held rows. Raises EmbeddingLost."""
         held = self.references.held(name)
         shared = held.kept.shared_object
         if isinstance(shared, PendingWrite) and shared.rows is not None:
@@ -234,7 +237,7 @@ class Pipeline:
         return opened[shared][written.place]
 
     async def take(self, name: str) -> Bytes | None:
-        """The bytes under a whole name, which is held until `drop`; None: unknown. Raises
+        """The bytes under a whole name, which is held until `drop`. None: unknown. Raises
         EmbeddingLost."""
         if "." not in name or self.references.hold(name, monotonic()) is None:
             return None
@@ -245,12 +248,12 @@ class Pipeline:
             raise
 
     def drop(self, name: str) -> None:
-        """Ends the hold of `take`, and releases the name."""
+        """Ends the hold of `take` and releases the name."""
         self.references.release(name)
         self.free(name)
 
     def close(self) -> None:
-        """Items in the engine are still answered; items that are not decoded yet are refused."""
+        """Items in the engine are still answered. Items that are not decoded yet are rejected."""
         self._closed = True
         self.engine.close()
         self.decoder.close()
@@ -269,15 +272,15 @@ class Pipeline:
         )
 
     def _may_be_answered_before_it_is_written(self, media: Media, item: Item, dtype: Dtype) -> bool:
-        """One item at a time: under load answers wait, because unwritten rows would fill the
-        memory."""
+        """At most one item at a time. Under load, answers wait for the write, because unwritten
+        rows would fill the memory."""
         if media.evs_rate or media.on_device or self._writing_behind:
             return False
         size_bytes = self._size_bytes(item.plan, dtype)
         return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
 
     def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: RowBatch) -> Embedding:
-        """The embedding while its rows are being written."""
+        """Returns the embedding at once and writes its rows in the background."""
 
         async def write() -> Embedding:
             try:
@@ -289,25 +292,25 @@ class Pipeline:
         return self._pending(item, dtype, write())
 
     def _fits_memory(self, media: Media, dtype: Dtype) -> bool:
-        """Whether an item's rows may have a block of `memory`, which has no room for scales.
-        Pruning needs them on the host."""
+        """Whether an item's rows may be put into `memory`. Blocks have no room for scales, and an
+        `evs_rate` needs the rows on the host."""
         if self.memory is None or media.on_device or media.evs_rate or dtype == "float8_e4m3":
             return False
         return self._size_bytes(media.plan, dtype) <= len(self.memory.memory)
 
     async def _block(self, media: Media, item: Item, dtype: Dtype) -> Any:
-        """A block with the rows of an encoded item; None: there is no room now."""
+        """A block filled with the rows of an encoded item. None: there is no room now."""
         rows = rows_of(item)
         if (filled := await self._filled(rows, dtype)) is None:
             return None
         block, copy = filled
         if rows.is_cuda and dtype == self.writer.spec.dtype:
-            item.rows = copy  # so that what waits to be written takes no other memory
+            item.rows = copy  # frees the original while the write is pending
         self._blocks[*self.writer.key(media), dtype] = block
         return block
 
     async def _filled(self, rows: torch.Tensor, dtype: Dtype) -> tuple[Any, torch.Tensor] | None:
-        """A block with rows, and the rows in it; None: there is no room now."""
+        """A block filled with rows, and the view of it as rows. None: there is no room now."""
         memory = self.memory
         assert memory
         while (block := memory.take(rows.shape[0] * rows.shape[1] * DTYPE_BYTES[dtype])) is None:
@@ -318,8 +321,8 @@ class Pipeline:
         return block, await loop.run_in_executor(threads, memory.fill, block, rows, kind)
 
     def _kept_hit(self, media: Media, hit: Embedding) -> Embedding:
-        """As `_kept`. Its rows come into a block after the answer, which does not wait for their
-        copy to the device."""
+        """As `_kept`. Its rows are copied to a block in the background, so that the answer does
+        not wait for the device."""
         key = (*self.writer.key(media), hit.dtype)
         block = self._blocks.get(key)
         answer = self._kept(media, hit, block)
@@ -329,12 +332,12 @@ class Pipeline:
         return answer
 
     async def _fill(self, key: tuple[str, ...], hit: Embedding, name: str) -> None:
-        """A block for a name, and for those of equal items, with the rows that are on the host."""
+        """Copies rows from the host to a block, for this name and those of equal items."""
         try:
             filled = await self._filled(tensor(await here(hit)), hit.dtype)
             if filled and self.references.give_block(name, filled[0]):
                 self._blocks[key] = filled[0]
-        except Exception as error:  # readers receive the rows as bytes
+        except Exception as error:  # readers then receive the rows as bytes
             log.warning("rows of a cache could not be copied to the device: %r", error)
         finally:
             del self._filling[key]
@@ -342,12 +345,13 @@ class Pipeline:
     def _written_later(
         self, media: Media, item: Item, dtype: Dtype, batch: RowBatch, block: Any
     ) -> Embedding:
-        """The embedding while its rows, which are in a block, are written to the host as well."""
+        """Returns the embedding at once, because a block has its rows, and writes them to the host
+        in the background."""
 
         async def write(_: Any) -> Embedding:
             return await self._write(media, item, batch)
 
-        return self._pending(item, dtype, write(block))  # which keeps the block until then
+        return self._pending(item, dtype, write(block))  # keeps the block until then
 
     async def _write(self, media: Media, item: Item, batch: RowBatch) -> Embedding:
         await asyncio.sleep(REPLY_SECONDS)
@@ -357,7 +361,7 @@ class Pipeline:
         self, item: Item, dtype: Dtype, write: Coroutine[Any, Any, Embedding]
     ) -> Embedding:
         rows, task = item.rows, asyncio.create_task(write)
-        # Neither a video's chunks nor rows that left the device in FP8.
+        # False for a video's chunks (a tuple) and for rows that left the device in FP8.
         there = isinstance(rows, torch.Tensor) and not rows.is_cuda
         same = there and dtype == self.writer.spec.dtype
         pending = PendingWrite(task, as_bytes(rows, dtype)[0] if same else None)
@@ -373,7 +377,8 @@ class Pipeline:
         return plan.tokens * self.writer.spec.width * DTYPE_BYTES[dtype]
 
     def _kept(self, media: Media, embedding: Embedding, block: Any = None) -> Embedding:
-        """Its id in place of its data. Raises TooLarge, Overloaded."""
+        """Keeps an embedding; returns it with a reference instead of data. Raises TooLarge,
+        Overloaded."""
         name = self.references.keep(Kept.of(media, embedding), monotonic(), block)
         reference = reference_id(self.writer.replica, name)
         return replace(embedding, data=NO_BYTES, scales=b"", reference=reference)
@@ -381,7 +386,7 @@ class Pipeline:
     def _answer(
         self, media: Media, task: asyncio.Task[Embedding], timeout_seconds: float
     ) -> Answer:
-        """The result of an item's task, counted and logged: the request's id is known here."""
+        """The result of an item's task. Counts and logs it here, where the request id is known."""
         if not task.done() or task.cancelled():
             answer: Answer = DeadlineExceeded(
                 f"not encoded within the {timeout_seconds:.1f} s that were left of the request's "
@@ -403,8 +408,11 @@ class Pipeline:
 
 
 async def result_of(future: Future[Result]) -> Result:
-    """Awaits work in another thread. Cancelling the wait cancels the work. Not asyncio.wrap_future:
-    in its reference cycle patches and rows would wait for the garbage collector."""
+    """Awaits work in another thread. Cancelling the wait cancels the work.
+
+    Not asyncio.wrap_future, because it makes a reference cycle, which would keep patches and rows
+    until the garbage collector runs.
+    """
     loop = asyncio.get_running_loop()
     arrived = loop.create_future()
 
@@ -413,7 +421,7 @@ async def result_of(future: Future[Result]) -> Result:
             arrived.set_result(None)
 
     def done(_: Future[Result]) -> None:
-        with suppress(RuntimeError):  # the loop was closed: nobody waits
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
             loop.call_soon_threadsafe(wake)
 
     future.add_done_callback(done)
@@ -425,13 +433,13 @@ async def result_of(future: Future[Result]) -> Result:
     try:
         return future.result()
     finally:
-        del future  # a failure's traceback would refer to it, in a cycle that keeps the file
+        del future  # breaks a cycle with the traceback of a failure, which would keep the file
 
 
 def open_pipeline(
     options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
 ) -> Pipeline:
-    """The pipeline of one replica, with every graph captured. Raises StartError."""
+    """Opens the pipeline of one replica and captures every graph. Raises StartError."""
     decoder = Decoder(options, series)  # its processes start while the engine captures
     engine = open_engine(options, series)
     references = References(options.references, series)
@@ -455,7 +463,8 @@ def open_pipeline(
 
 
 def open_row_memory(options: ActorOptions, device: torch.device) -> RowMemory | None:
-    """`references.device_bytes` of the device. Raises StartError."""
+    """Allocates `references.device_bytes`. None: that is 0, or CUDA does not share the memory.
+    Raises StartError."""
     size_bytes = options.references.device_bytes
     if not size_bytes:
         return None

@@ -1,7 +1,7 @@
-"""From options to an engine that is ready: device, weights, graphs, packing, warm-up, measuring.
+"""Starts an engine from options: device, weights, graphs, packing, warm-up, measurement.
 
-Knows nothing of Ray Serve, nor how images are decoded: the encoder actor, the engine's benchmarks
-and a language model's worker (encoder_service/engines/vllm_local.py) start the same way.
+Does not depend on Ray Serve or on decoding, because the engine's benchmarks and a language model's
+worker (encoder_service/engines/vllm_local.py) start the same way as the encoder actor.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Cost, Item, Size, Work
 
 SIDES = [64 * 2**doublings for doublings in range(7)]
-"""Of the images that are measured, in pixels."""
-MEASURED_PACKS = 2  # of each size; the fastest counts
+"""Side lengths of the square images that are measured, in pixels."""
+MEASURED_PACKS = 2  # per size; the fastest counts
 
 
 def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: float = 0) -> Engine:
-    """An engine on the device of the options, every graph captured. Raises StartError.
+    """Opens an engine on the configured device and captures every graph. Raises StartError.
 
     `slice_seconds`: see Device.
     """
@@ -59,7 +59,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
     kind = PacedEngine if device.pace else Engine
-    # In an engine of its own, so that the metrics count only what clients sent.
+    # With an engine and metrics of its own, so that the metrics count only what clients sent.
     cost = warm(kind(tower, graphs, capacity, device, EncoderMetrics()))
     for of, seconds in asdict(cost).items() if cost else ():
         series.measured_seconds.labels(of.removesuffix("_seconds")).set(seconds)
@@ -67,9 +67,9 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
 
 
 def warm(engine: Engine) -> Cost | None:
-    """Encodes small items, so that what loads at first use is loaded, then measures the device and
-    closes the engine. None: not measured, as where replays wait for others or no budget is
-    captured."""
+    """Encodes a small item, so that everything lazily loaded is loaded, then measures the device
+    and closes the engine. Nothing is measured (None) if replays are paced, or without captured
+    budgets (`graphs.mode: exact` or `off`)."""
     plan, patches = patchifier_of(engine.tower.spec).example()
     engine.submit(Item(plan, patches.numpy())).result()
     captured = any(engine.capacity.budgets) and not engine.capacity.exact_graphs
@@ -80,8 +80,8 @@ def warm(engine: Engine) -> Cost | None:
 
 
 def measure(engine: Engine, patch_bytes: int) -> Cost | None:
-    """Of square images, one at a time, and on a GPU of a full pack of the smallest. None: no pack
-    holds one."""
+    """Measures square images, one at a time, and on a GPU also a full pack of the smallest.
+    None: no pack holds any of them."""
     began, most_seconds = monotonic(), engine.device.measuring_seconds
     sizing = engine.tower.spec.sizing
     work: list[Work] = []

@@ -1,4 +1,4 @@
-"""The records that travel: one per stage of an item's way through the service.
+"""The records that the stages of the service pass on, one per stage.
 
 bytes -> Media (+ ItemPlan) -> Item -> Pack -> Embedding -> Reply
 """
@@ -16,13 +16,13 @@ from actors.errors import ServiceError
 
 Kind = Literal["image", "video", "audio"]
 PLURALS = {"image": "images", "video": "videos", "audio": "sounds", "text": "texts"}
-"""Items of each kind, for messages."""
+"""Plural of each kind, for messages."""
 ModelDtype = Literal["bfloat16", "float16", "float32"]
 Dtype = Literal["bfloat16", "float16", "float32", "float8_e4m3"]
-"""Of rows. float8_e4m3 has a scale for each row (kernels/gemm/fp8.py); no model computes in it."""
+"""Dtype of rows. float8_e4m3 has a scale per row (kernels/gemm/fp8.py); it is for output only."""
 Source = Literal["graph", "eager", "cache"]
 Alpha = Literal["white", "black", "drop"]
-"""The background of transparent images; `drop`: their colours as they are, without it."""
+"""The background of transparent images. `drop`: their colours without the alpha channel."""
 Grid = tuple[int, int, int]
 Bytes = npt.NDArray[np.uint8]
 
@@ -31,7 +31,7 @@ DTYPE_BYTES: dict[Dtype, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "flo
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Pixels of an image after its EXIF rotation; of a sound its samples x 1 (spec/audio.py)."""
+    """Pixels of an image after its EXIF rotation. For a sound: samples x 1 (spec/audio.py)."""
 
     width: int
     height: int
@@ -49,21 +49,21 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class ProcessorKwargs:
-    """How an item is sized and sampled, in the words of transformers' processors.
+    """How an item is resized and sampled. The names are those of transformers' processors.
 
-    None: as `model.images_kwargs` and `model.videos_kwargs` say, else the checkpoint.
+    None: the value of `model.images_kwargs` or `model.videos_kwargs`, or else the checkpoint's.
     """
 
     min_pixels: int | None = None
-    """Smaller images, and frames of videos, are enlarged to it."""
+    """Smaller images and video frames are enlarged to this size."""
     max_pixels: int | None = None
-    """Larger images, and frames of videos, are shrunk to it."""
+    """Larger images and video frames are scaled down to this size."""
     max_patches: int | None = None
-    """Tile families: tiles of an image. Kimi, SigLIP 2: patches of an image, or of a frame."""
+    """Tile families: tiles per image. Kimi, SigLIP 2: patches per image or frame."""
     fps: float | None = None
-    """Frames that are taken per second of a video file."""
+    """Frames sampled per second of a video file."""
     num_frames: int | None = None
-    """Frames that are taken of a video file, instead of so many per second."""
+    """Frames sampled from a video file, instead of `fps`."""
 
     def given(self) -> dict[str, float]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -74,15 +74,15 @@ NO_KWARGS = ProcessorKwargs()
 
 
 class Work(NamedTuple):
-    """What items are to an encoder, whatever its speed: see Cost."""
+    """The amount of work in items, whatever the speed of the encoder. Cost converts it to time."""
 
     patches: int
     pairs: int = 0
-    """Of patches that attend to each other: within an image, or a temporal group of a video."""
+    """Pairs of patches that attend to each other, within an image or a video's temporal group."""
 
     @classmethod
     def of(cls, parts: Iterable[Work]) -> Work:
-        """All of it together."""
+        """The sum of the parts."""
         patches = pairs = 0
         for part in parts:
             patches += part.patches
@@ -98,29 +98,30 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ItemPlan:
-    """What an item will cost, known from its size in pixels."""
+    """What an item will cost, computed from its size in pixels."""
 
     grid_thw: Grid
-    """Temporal groups, rows and columns, in patches. Tile families: of the canvas of tiles, without
-    the thumbnail. Models of two paths: of the canvas of crops, else of the whole view."""
+    """Temporal groups, rows and columns, in patches. Tile families: the grid of the tile canvas,
+    without the thumbnail. Models of two paths: the grid of the crop canvas, or of the whole view if
+    there are no crops."""
     patches: int
     tokens: int  # rows of the embedding
     path_tokens: tuple[int, ...]
     """Tokens that each path computes, in the order of `ModelSpec.paths`."""
     frames: int = 0
-    """Temporal groups of a video, or attention segments of a sound that may have several:
+    """Temporal groups of a video, or attention segments of a sound that may have several; equal to
     `grid_thw[0]`. 0: an image, or a sound of one window."""
     path_patches: tuple[int, ...] = ()
     """Patches of each path, one path after the other. Empty: the model has one path."""
     kept: tuple[int, ...] = ()
-    """Rows and columns of tokens that show the image, where the rest of the canvas is padding and
-    gives no rows of the embedding. Empty: all of them. Of an image in slices (spec/slices.py): rows
-    and columns, in patches, of the whole image, zeros if it is not shown, then of a slice.
-    Phi-4-multimodal: those of the canvas, in patches, that are not padding alone."""
+    """Rows and columns of tokens that show the image. The rest of the canvas is padding and has no
+    rows in the embedding. Empty: all rows and columns. Images in slices (spec/slices.py): rows and
+    columns, in patches, of the whole image (zeros if it is not shown), then of a slice.
+    Phi-4-multimodal: rows and columns of the canvas, in patches, that are not only padding."""
     group_pictures: int = 1  # per temporal group, each a grid; the last group may have fewer
     blocks: bytes = b""
-    """Which merge blocks of the grid are encoded, a bit each (numpy.packbits), if an image was
-    pruned: `patches` and `tokens` count only those. Empty: all."""
+    """Mask of the merge blocks that are encoded if an image was pruned, one bit per block
+    (numpy.packbits). `patches` and `tokens` count only those. Empty: all blocks."""
 
     @property
     def work(self) -> Work:
@@ -128,7 +129,8 @@ class ItemPlan:
 
     @property
     def least_tokens(self) -> tuple[int, ...]:
-        """Tokens on each path of what must fit one pack: an image, or a temporal group."""
+        """Tokens on each path of the smallest part that must fit one pack: an image, or a temporal
+        group."""
         if not self.frames:
             return self.path_tokens
         patches = min(self.group_patches, self.patches)
@@ -145,7 +147,7 @@ class ItemPlan:
         return self.group_pictures * self.grid_thw[1] * self.grid_thw[2]
 
     def pruned(self, blocks: bytes) -> ItemPlan:
-        """Of the same image with only these of its merge blocks: see `blocks`."""
+        """The plan of the same image with only these merge blocks: see `blocks`."""
         if not blocks:
             return self
         kept = np.unpackbits(np.frombuffer(blocks, np.uint8), count=self.tokens)
@@ -162,11 +164,12 @@ class ItemPlan:
 
     @property
     def kept_rows(self) -> npt.NDArray[np.int64]:
-        """Of a pruned image: the indices of its rows among all rows of the grid."""
+        """Indices of a pruned image's rows among all rows of the grid."""
         return np.unpackbits(np.frombuffer(self.blocks, np.uint8)).nonzero()[0]
 
     def rows(self, path: int) -> slice:
-        """Where an item holds the patches of a path, by its index in `ModelSpec.paths`."""
+        """The slice of an item's patches that belongs to a path, by its index in
+        `ModelSpec.paths`."""
         if not self.path_patches:
             return slice(0, self.patches)
         begin = sum(self.path_patches[:path])
@@ -175,23 +178,23 @@ class ItemPlan:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """How long items take on a device: one launch for all, their patches, and their attention."""
+    """How long a pack takes on a device: a launch, time per patch, and time for attention."""
 
     launch_seconds: float
     patch_seconds: float
     attention_seconds: float  # per pair of patches of the same image
 
     def work_seconds(self, work: Work) -> float:
-        """Without the launch."""
+        """Seconds without the launch."""
         return work.patches * self.patch_seconds + work.pairs * self.attention_seconds
 
     def seconds(self, patches: Sequence[int]) -> float:
-        """Of images with so many patches each, encoded together."""
+        """Seconds for images with these numbers of patches, encoded together."""
         together = Work(sum(patches), sum(one * one for one in patches))
         return self.launch_seconds + self.work_seconds(together)
 
     def times(self, factor: float) -> Cost:
-        """Of a device that takes so many times as long."""
+        """The cost on a device that takes `factor` times as long."""
         return Cost(*(factor * getattr(self, one.name) for one in fields(self)))
 
 
@@ -200,7 +203,7 @@ class Media:
     """One item as the client sent it, still compressed, with what its header says."""
 
     kind: Kind | Literal["text"]
-    data: bytes  # of a text: UTF-8
+    data: bytes  # UTF-8 for a text
     plan: ItemPlan
     digest: str  # hexadecimal SHA-256 of `data`; for `frames`, of their digests
     notice: str = ""  # for the client, such as "animated GIF: only the first frame is encoded"
@@ -209,15 +212,15 @@ class Media:
     evs_rate: float = 0.0  # share of a video's rows to drop, where little changes (spec/video.py)
     on_device: bool = False
     """The caller can read rows from the encoder's device: see `encoder.transport`."""
-    size: Size | None = None  # of the image, of each frame or of the sound, by its header
+    size: Size | None = None  # of the image, of each frame or of the sound, from its header
 
     alpha: Alpha = "drop"
-    """What becomes of its transparency. `drop` for an image or a video that has none."""
+    """How transparency is handled. `drop` for an image or a video without any."""
     kwargs: ProcessorKwargs = NO_KWARGS
-    """Those of its request, as far as they make a difference."""
+    """The request's values, as far as they make a difference for this item."""
     prune: bool = False
-    """Of an image: merge blocks that repeat a neighbour are not encoded (patchify.unrepeated). How
-    many are left is known once it is decoded; `plan` has all."""
+    """Whether an image's merge blocks that repeat a neighbour are left out (patchify.unrepeated).
+    `plan` counts all blocks, because how many are left is known only after decoding."""
 
     @property
     def size_bytes(self) -> int:
@@ -225,7 +228,7 @@ class Media:
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """What determines its rows, besides the model. Equal items are encoded once."""
+        """What determines the rows, besides the model. Items of equal identity are encoded once."""
         thinned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()
         pruned = ("prune exact",) if self.prune else ()
         composited = (f"alpha {self.alpha}",) if self.alpha != "drop" else ()
@@ -240,21 +243,21 @@ class Item:
 
     plan: ItemPlan
     patches: Any
-    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised: an array, or a
+    """uint8 [plan.patches, channels * patch_size ** 2], one frame, not normalised. An array, or a
     torch tensor, which may be on the engine's device. Tile families: tile after tile. Models of
     several paths: path after path. Videos: group after group. Sounds: the bytes of float32
     [plan.patches, spec.audio.patch_values], window after window."""
     later: Any = None
-    """The same patches in the second frame of each group of a video, where groups have two."""
+    """The patches of the second frame of each temporal group, for videos whose groups have two."""
     on_device: bool = False  # its rows stay on the device
     in_fp8: bool = False  # its rows leave the device in FP8
-    decode_queue_seconds: float = 0.0  # waited to be decoded
-    preprocess_seconds: float = 0.0  # was decoded, resized and patchified
+    decode_queue_seconds: float = 0.0  # until decoding began
+    preprocess_seconds: float = 0.0  # decoding, resizing and patchifying
     rows: Any = None
-    """After encoding: a torch tensor [tokens, width] in the tower's dtype, or Fp8Rows if `in_fp8`;
-    or a tuple of those of a video's chunks: see video_chunks.rows_of."""
+    """After encoding: a torch tensor [tokens, width] in the tower's dtype, or Fp8Rows if `in_fp8`.
+    For a video that was cut, a tuple with those of each chunk: see video_chunks.rows_of."""
     source: Source = "graph"
-    queue_seconds: float = 0.0  # waited for its pack
+    queue_seconds: float = 0.0  # from the decoded item to the launch of its pack
     encode_seconds: float = 0.0
 
 
@@ -264,7 +267,7 @@ class Pack:
 
     items: tuple[int, ...]  # positions in the list that was packed
     budgets: tuple[int | None, ...]
-    """The budget of each path; None: beyond every budget, to be run eagerly."""
+    """The budget of each path. None: no budget holds the pack, so it runs eagerly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,12 +281,12 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class SharedBytes:
-    """Bytes in Ray's shared memory, kept as long as anybody holds this (store/shared_memory.py).
+    """Bytes in Ray's shared memory, kept as long as this object is (store/shared_memory.py).
 
     They are lost with the process that wrote them. Rows that were written together share an object.
     """
 
-    object_ref: object  # within the encoder it may still be written: references.PendingWrite
+    object_ref: object  # within the encoder, a kept.PendingWrite while rows are being written
     size_bytes: int
     place: int = 0  # index among the arrays of the object
     others_bytes: int = 0  # size of the other arrays
@@ -295,8 +298,8 @@ class SharedBytes:
 
 @dataclass(frozen=True, slots=True)
 class RemoteBytes:
-    """Bytes on the device of the process that wrote them (store/nixl.py). Takes the place of an
-    array in the object that a SharedBytes refers to."""
+    """Bytes on the device of the process that wrote them (store/nixl.py). The object that a
+    SharedBytes refers to holds this in place of an array."""
 
     object_ref: object  # a uint8 tensor, as an object of Ray's direct transport
     size_bytes: int
@@ -316,10 +319,10 @@ class ReceivedBytes:
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """One item's rows, in the order that the model's own processor gives."""
+    """One item's rows, in the order of the model's own processor."""
 
     data: Bytes | SharedBytes | ReceivedBytes
-    """uint8 [tokens * width * bytes of dtype], row-major, little-endian; not to be written to.
+    """uint8 [tokens * width * bytes of dtype], row-major, little-endian. Must not be written to.
     Empty in an answer with a `reference`."""
     dtype: Dtype
     shape: tuple[int, int]
@@ -330,11 +333,11 @@ class Embedding:
     replica: str = ""
     frame_tokens: tuple[int, ...] = ()  # with an `evs_rate`: remaining rows per temporal group
     kept_rows: tuple[int, ...] = ()
-    """With an `evs_rate`, and of a pruned image: the indices of the remaining rows."""
+    """Indices of the remaining rows of a pruned image, or with an `evs_rate`."""
     reference: str = ""
-    """Id under which its replica keeps it for a while. Each caller gets an id of its own."""
+    """The id under which the replica keeps the embedding for a while. Each caller gets its own."""
     scales: bytes = b""
-    """Of float8_e4m3: float32 [tokens], little-endian; each row is its values times its scale."""
+    """float8_e4m3 only: float32 [tokens], little-endian. A row is its values times its scale."""
 
     @property
     def size_bytes(self) -> int:
@@ -349,8 +352,8 @@ Answer = Embedding | ServiceError
 class Reply:
     """A replica's answer to a shard."""
 
-    answers: list[Answer]  # one for each item, in order, or for each of `places`
-    outstanding_patches: int  # to do for all routers, without these items
+    answers: list[Answer]  # one per item, in order, or one per entry of `places`
+    outstanding_patches: int  # of all routers, without these items
     outstanding_pairs: int = 0  # of the same work: see Work
     places: tuple[int, ...] = ()
-    """Of the answers among the items of the shard, where some were answered early."""
+    """Indices of the answered items in the shard, if some were answered early. Empty: all."""

@@ -1,7 +1,7 @@
-"""Token budgets: which graphs there are, and which one a pack takes. Knows no torch.
+"""Token budgets: which graphs there are, and which one a pack uses. No torch.
 
-Models of two paths (each image as a whole, and crops of some) have budgets for each path, in whole
-images or crops, up to one maximum for both; what one pack holds is bounded by both at once.
+Models of two paths (whole images, and crops of some of them) have budgets for each path, up to a
+common maximum. A pack must fit both paths.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import MOST_ITEMS_A_BUDGET, BlockSizing, ViewSizing
 
 UNIT_TOKENS = 8
-"""Generated budgets are multiples of this, 32 patches, except for models of tiles: whole tiles."""
+"""Generated budgets are multiples of this (32 patches), or of a tile for models of tiles."""
 
 FRAME_TOKENS = 32
 """Graphs for videos have one attention segment (a temporal group of frames) per this many tokens,
-or per fewer if groups are smaller. Each lengthens the table that every replay reads."""
+or per fewer if groups are smaller. Each segment lengthens the table that every replay reads."""
 
 MOST_TOKENS = 13824  # default maximum of each path of a model of two paths
 
 MOST_TEXTS = 16  # in a pack
 
-MOST_EXACT_GRAPHS = 64  # layouts of which each path keeps a graph with `graphs.mode: exact`
+MOST_EXACT_GRAPHS = 64  # that each path keeps with `graphs.mode: exact`
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
     """Attention segments that the graphs of a path can hold."""
 
-    items: int  # one for each image
+    items: int  # one per image
     frames: int = 0  # in addition, in graphs for packs with videos. 0: there are no such graphs
     frame_tokens: int = FRAME_TOKENS
 
@@ -45,14 +45,14 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What one pack may hold. Each path's budgets ascend; without any, everything runs eagerly."""
+    """What one pack may hold. The budgets of each path ascend. Without any, packs run eagerly."""
 
     budgets: tuple[tuple[int, ...], ...]
-    tokens: tuple[int, ...]  # most tokens on each path, with or without graphs
+    tokens: tuple[int, ...]  # maximum on each path, with or without graphs
     items: int
-    frames: int  # most attention segments of all videos of a pack
-    exact_graphs: int = 0  # recurring layouts captured within the one budget
-    frame_tokens: int = 0  # of a budget for each frame that its graph holds; 0: any number
+    frames: int  # maximum attention segments of all videos of a pack
+    exact_graphs: int = 0  # maximum captured layouts with `graphs.mode: exact`
+    frame_tokens: int = 0  # tokens of a budget per frame that its graph holds; 0: any number
 
     @property
     def segments(self) -> Segments:
@@ -80,7 +80,7 @@ def doubled(smallest: int, largest: int) -> tuple[int, ...]:
 
 
 def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, ...]:
-    """`steps` budgets to each doubling, as far as multiples of `unit` allow, and `largest`."""
+    """`steps` budgets per doubling, as far as multiples of `unit` allow, and `largest`."""
     powers = powers_of_two(smallest, largest)
     between = {
         -(-power * (steps + step) // (steps * unit)) * unit
@@ -91,7 +91,7 @@ def graduated(smallest: int, largest: int, steps: int, unit: int) -> tuple[int, 
 
 
 def at_least(budgets: Sequence[int], tokens: int) -> int | None:
-    """The smallest budget that holds these tokens; None: no budget does."""
+    """The smallest budget that holds these tokens. None: no budget does."""
     index = bisect_left(budgets, tokens)
     return budgets[index] if index < len(budgets) else None
 
@@ -103,12 +103,15 @@ def capacity(
     unit: int | None = None,
     own_largest: int = 0,
 ) -> Capacity:
-    """For a model of one path. Generated budgets are multiples of `unit` (default: the smallest).
-    `own_largest`: tokens of the largest item by the checkpoint, if `token_range` is another one.
+    """The capacity for a model of one path. Raises ConfigError.
+
+    Generated budgets are multiples of `unit` (default: the smallest). `own_largest`: tokens of the
+    largest item according to the checkpoint, if the options change `token_range`.
 
     Automatic limits are those of vLLM: items = largest budget // smallest budget, frames = items x
-    the model's frames per video, but at most one per FRAME_TOKENS tokens. Items are counted by the
-    model's smallest budget if the list starts above it: [1024] does not mean one item per pack.
+    the model's frames per video, but at most one per FRAME_TOKENS tokens. If the list of budgets
+    starts above the model's smallest budget, the latter counts: [1024] does not mean one item per
+    pack.
     """
     given = options.token_budgets
     check_ascending("token_budgets", given)
@@ -156,7 +159,7 @@ def model_capacity(options: GraphOptions, spec: ModelSpec) -> Capacity:
 
 
 def with_texts(room: Capacity, tokens: int) -> Capacity:
-    """With texts of so many tokens each on a second path. A pack holds images, texts, or both."""
+    """Adds a second path for texts of `tokens` each. A pack holds images, texts, or both."""
     (images,), most = room.budgets, MOST_TEXTS * tokens
     texts = (most,) if room.exact_graphs else doubled(tokens, most)
     return replace(
@@ -170,10 +173,11 @@ def with_texts(room: Capacity, tokens: int) -> Capacity:
 def two_path_capacity(
     options: GraphOptions, view_tokens: tuple[int, int], default: int = MOST_TOKENS
 ) -> Capacity:
-    """For a model of two paths. `view_tokens`: of one whole image, and of one crop.
+    """The capacity for a model of two paths. Raises ConfigError.
 
-    The maximum is the largest of `token_budgets`, or the default. Items: as many as the largest
-    global budget holds images.
+    `view_tokens`: tokens of a whole image and of a crop. The maximum is the largest of
+    `token_budgets`, or `default`. By default a pack has at most as many items as the largest global
+    budget holds whole images.
     """
     image, crop = view_tokens
     most = max(options.token_budgets, default=default)

@@ -1,4 +1,4 @@
-"""The GPU: three streams, so that staging, replay and readback of successive packs overlap.
+"""The GPU. Three streams let the staging, replay and readback of successive packs overlap.
 
 staging stream    patches, host -> staging buffers, while the previous pack replays
 compute stream    staging buffers, metadata -> static inputs; replay; output -> readback buffer
@@ -28,16 +28,17 @@ Copied = TypeVar("Copied")
 
 
 class StagedInputs(Inputs):
-    """Static inputs, and staging buffers for media from the host. A pack may have media on both.
+    """Static inputs, and staging buffers for media from the host.
 
-    Nothing here waits for the device, and nothing is overwritten before it has been read:
+    A pack may have media on the host and on the device. Nothing here waits for the device, and
+    nothing is overwritten before it has been read:
     - Host memory: metadata is never written to again. Patches are gathered in pinned memory, which
       torch reuses only after the copies that read it have finished.
-    - Staging buffers: overwritten after the previous pack has been copied on to the inputs
+    - Staging buffers: overwritten after the previous pack has been copied from them to the inputs
       (`consumed`), which is before its replay starts. So one set of buffers is enough.
     - Static inputs: only the compute stream writes them, between the replays that read them.
     Media on the device are copied directly into the inputs, on the compute stream. They must be
-    written before, and must stay until the pack's rows have been read.
+    complete before the call, and must stay valid until the pack's rows have been read.
     """
 
     def __init__(self, shapes: Shapes, device: CudaDevice) -> None:
@@ -49,7 +50,7 @@ class StagedInputs(Inputs):
         self.consumed = torch.cuda.Event()
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """The compute stream is the current one."""
+        """The compute stream must be the current one."""
         host = {name: [part for part in parts if not part.is_cuda] for name, parts in rows.items()}
         if any(host.values()):
             self.staging.wait_event(self.consumed)
@@ -67,7 +68,7 @@ class StagedInputs(Inputs):
 
 
 class CudaPace(Pace):
-    """The language model's steps run on the stream that is current where `step` is called."""
+    """Steps of the language model run on the stream that is current where `step` is called."""
 
     def __init__(self, slice_seconds: float, compute: torch.cuda.Stream) -> None:
         super().__init__(slice_seconds)
@@ -99,7 +100,7 @@ class CudaDevice(Device):
     measuring_seconds = 0.0
 
     def __init__(self, slice_seconds: float = 0) -> None:
-        self.device = torch.device("cuda", 0)  # the only one that Ray shows a replica
+        self.device = torch.device("cuda", 0)  # the only one that a replica can see
         self.name = torch.cuda.get_device_name(self.device)
         torch.cuda.set_device(self.device)
         self.compute = torch.cuda.Stream()
@@ -124,7 +125,7 @@ class CudaDevice(Device):
         return torch.cuda.stream(self.compute)
 
     def beside(self) -> CudaDevice:
-        """With streams and a graph pool of its own: graphs of one pool must not overlap."""
+        """With its own streams and graph pool, because graphs of one pool must not overlap."""
         other = CudaDevice()
         other.pace = self.pace
         other.limit_bytes = self.limit_bytes
@@ -136,7 +137,7 @@ class CudaDevice(Device):
             other.compute.wait_stream(self.compute)
 
     def join(self) -> None:
-        """Outputs are read here before the next fork lets replays overwrite them."""
+        """Outputs are read on this stream before the next fork lets replays overwrite them."""
         for other in self._beside:
             self.compute.wait_stream(other.compute)
 
@@ -149,11 +150,11 @@ class CudaDevice(Device):
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """A CUDA graph in the pool that all graphs of this device share; with a pace, a graph of
-        each slice.
+        """Captures a CUDA graph in the pool that all graphs of this device share. With a pace, it
+        captures a graph per slice.
 
-        An output that is not kept goes back to the pool, so that graphs that are captured later
-        use its memory. So all graphs together take as much memory as the largest one.
+        The memory of an output that is not kept returns to the pool, where graphs captured later
+        reuse it. So all graphs together take as much memory as the largest one.
         """
         with tuning() if tuned else nullcontext():
             self.finished(run)
@@ -176,7 +177,7 @@ class CudaDevice(Device):
         return replay
 
     def launcher(self, graph: torch.cuda.CUDAGraph) -> Callable[[], None]:
-        """For any thread."""
+        """The function that launches a graph, from any thread."""
 
         def launch() -> None:
             with torch.cuda.stream(self.compute):
@@ -187,12 +188,12 @@ class CudaDevice(Device):
     def graphs_of(
         self, run: Callable[[], Tensor], layers: int
     ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
-        """Captures graphs of so many layers each; 0: one graph. Returns the output, too."""
+        """Captures graphs of `layers` layers each; 0: one graph. Returns them and the output."""
         graphs: list[torch.cuda.CUDAGraph] = []
         with ExitStack() as capturing:
 
             def begin() -> None:
-                """Of a graph; ends the one before."""
+                """Begins a graph, and ends the previous one."""
                 capturing.close()
                 graphs.append(torch.cuda.CUDAGraph())
                 # thread_local: other threads may use CUDA while this thread captures.
@@ -210,13 +211,13 @@ class CudaDevice(Device):
         return graphs, output
 
     def finished(self, run: Callable[[], Tensor]) -> None:
-        """Runs eagerly, and waits for the end."""
+        """Runs eagerly and waits for completion."""
         with torch.cuda.stream(self.compute):
             run()
         self.compute.synchronize()
 
     def seconds_of(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-        """Of each graph, over whatever the inputs hold."""
+        """Seconds of each graph, over whatever the inputs hold."""
         with torch.cuda.stream(self.compute):
             for _ in range(2):  # the first replay is slower
                 events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
@@ -228,7 +229,8 @@ class CudaDevice(Device):
         return [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
 
     def read_back(self, rows: Tensor) -> Rows:
-        """Through a buffer on the device, so that the next replay need not wait for the host."""
+        """Copies through a device buffer, so that the next replay does not wait for the copy to the
+        host."""
         if self._read_buffer.nbytes < rows.nbytes:
             self.reading.synchronize()
             self._read_buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
@@ -245,8 +247,8 @@ class CudaDevice(Device):
         return partial(copied, host, done)
 
     def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """The memory belongs to the compute stream: uses on other streams must have finished before
-        it is freed."""
+        """The memory belongs to the compute stream, so uses on other streams must have finished
+        before it is freed."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = [part.clone() for part in parts]
@@ -264,7 +266,7 @@ class CudaDevice(Device):
     def alive(self) -> bool:
         """Whether the CUDA context works: an illegal memory access breaks it for good."""
         try:
-            torch.cuda.synchronize(self.device)  # allocates nothing: out of memory is no failure
+            torch.cuda.synchronize(self.device)  # allocates nothing, so low memory is no failure
         except RuntimeError:
             return False
         return True
@@ -290,7 +292,7 @@ def unowned(rows: Tensor) -> Tensor:
 
 
 def merged(parts: Sequence[Tensor], staged: Tensor) -> Sequence[Tensor]:
-    """The parts, with those of the host replaced by the rows that were staged for them."""
+    """The parts, with those on the host replaced by their staged rows."""
     if len(staged) == count(parts):
         return [staged]
     copies = iter(staged.split([len(part) for part in parts if not part.is_cuda]))

@@ -1,7 +1,7 @@
 """Devices: streams, capture, copies. Device is the CPU; engine/cuda.py overrides it for a GPU.
 
 Packing, padding, staging and post-processing are the same code on both. Also here: the static
-inputs that graphs read, and the readback of a pack's rows by item.
+inputs that graphs read, and the readback of a pack's rows, item by item.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
 
 MEDIA = ("patches", "later")
-"""Inputs that hold what clients sent, item after item; all others are metadata."""
+"""Inputs that hold the clients' media, item after item. All others are metadata."""
 ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at a time
 
 MediaRows = Mapping[str, Sequence[Tensor]]
-"""For each input of media: uint8, one tensor per item, on the host or on the device."""
+"""For each media input: uint8, one tensor per item, on the host or on the device."""
 
 Rows = Callable[[], Tensor]
-"""Waits for rows that are being copied to the host, or to memory of their own on the device, and
-returns them. Nobody else writes to that memory."""
+"""Waits until rows have been copied to the host, or to separate memory on the device, and returns
+the copy. Nothing else writes to it."""
 
 
 class Places:
-    """Where the metadata of one graph lies in a buffer that all graphs of a path share, so that one
+    """The layout of a graph's metadata in a buffer that all graphs of a path share, so that one
     copy moves all metadata of a pack to the device."""
 
     def __init__(self, shapes: Shapes) -> None:
@@ -50,8 +50,8 @@ class Places:
         }
 
     def packed(self, values: Mapping[str, Tensor], buffer: Tensor) -> Tensor:
-        """The buffer, of `size_bytes`, with the first rows of each input filled from the host. The
-        others may hold another graph's metadata: they are zeroed, which is a valid index."""
+        """Fills the first rows of each input in `buffer` (`size_bytes`) and returns it. The others
+        may hold another graph's metadata, so they are zeroed; 0 is a valid index."""
         target = buffer.numpy()  # slicing tensors would take longer than the copies
         for name, (span, _, dtype) in self.spans.items():
             value = values[name].numpy().reshape(-1).view(np.uint8)
@@ -67,21 +67,21 @@ class Inputs:
     """The static inputs of a path: allocated once, written for each pack."""
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
-        """Zero at first: valid indices and positions."""
+        """All inputs are zero at first, because 0 is a valid index and position."""
         self.tensors = {
             name: torch.zeros(shape, dtype=dtype, device=device)
             for name, (shape, dtype) in shapes.items()
             if name in MEDIA
         }
-        """Inputs of media, for the largest graph; a smaller one reads the first rows."""
+        """Media inputs, sized for the largest graph. Smaller graphs read the first rows."""
         self.metadata = torch.zeros(Places(shapes).size_bytes, dtype=torch.uint8, device=device)
         """Large enough for every graph; see Places."""
 
     def stage(self, metadata: Tensor, rows: MediaRows) -> None:
-        """Writes the inputs of the next launch; called within `Device.running`.
+        """Writes the inputs of the next launch. Must be called within `Device.running`.
 
-        `metadata`: what Places.packed gives; it is never written to again. Of each input of media
-        only the first rows are written; the others keep their contents.
+        `metadata`: from Places.packed; it is never written to again. Only the first rows of each
+        media input are written; the others keep their contents.
         """
         self.metadata[: len(metadata)] = metadata
         for name, parts in rows.items():
@@ -89,65 +89,66 @@ class Inputs:
 
 
 class Device:
-    """The CPU: where a GPU would replay a graph, runs the forward on the static inputs. All
-    methods, and those of Inputs, are called from one thread, the engine's."""
+    """The CPU. Where a GPU would replay a graph, it runs the forward pass on the static inputs. All
+    methods, and those of Inputs, are called from the engine's thread only."""
 
     backend = "cpu"
     device = torch.device("cpu")
     name = "cpu"
-    """Devices of one name are equally fast."""
+    """Devices of the same name are equally fast."""
     measuring_seconds = 1.0
-    """How long the budgets of a path are measured at start, from the smallest on; images too. 0:
-    all of them, budgets from the largest on."""
+    """Time limit at start for measuring the budgets of a path, smallest first, and for measuring
+    images. 0: no limit, and budgets are measured largest first."""
     limit_bytes: int | None = None
-    """Of `memory_bytes`, set by `limit`."""
+    """Limit of `memory_bytes`, set by `limit`."""
     pace: Pace | None = None
-    """When slices of a replay may be launched. None: replays are whole, and never wait."""
+    """Decides when slices of a replay are launched. None: replays are not sliced and never wait."""
 
     def __init__(self, slice_seconds: float = 0) -> None:
-        """`slice_seconds`: about how long a slice of a replay may take; 0: replays are whole."""
+        """`slice_seconds`: about how long a slice of a replay takes. 0: replays are not sliced."""
         if slice_seconds:
             self.pace = Pace(slice_seconds)
 
     def limit(self, size_bytes: int) -> None:
-        """Bounds `memory_bytes` from now on; not on the CPU. Raises StartError."""
+        """Limits `memory_bytes` from now on. Does nothing on the CPU. Raises StartError."""
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""
         return nullcontext()
 
     def beside(self) -> Device:
-        """The same device for another path: what runs there may overlap with what runs here."""
+        """The same device for another path, whose work may overlap with that of this one."""
         return self
 
     def fork(self) -> None:
-        """Everything launched beside from now on waits for what was launched here before."""
+        """Makes later work on `beside` devices wait for the work launched here so far."""
 
     def join(self) -> None:
-        """Everything launched here from now on waits for what was launched beside before."""
+        """Makes later work here wait for the work launched on `beside` devices so far."""
 
     def inputs(self, shapes: Shapes) -> Inputs:
         return Inputs(shapes, self.device)
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        """uint8, uninitialised, in host memory that is copied to the device asynchronously."""
+        """uint8, uninitialised, in host memory that can be copied to the device asynchronously."""
         return torch.empty(size_bytes, dtype=torch.uint8)
 
     def capture(
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
-        """Returns the replay; a GPU runs once to warm up and captures, the CPU runs nothing.
+        """Captures a forward pass, and returns the function that replays it. A GPU runs the pass
+        once first, to warm up; the CPU runs nothing yet.
 
-        Its result is valid until the next replay of any graph of this device. `kept`: graphs that
-        are captured later leave the result alone. `tuned`: GEMMs may time their algorithms, which
-        takes up to seconds, so only before anything is served.
+        The result of a replay is valid until the next replay of any graph of this device. `kept`:
+        graphs captured later do not overwrite the result. `tuned`: GEMMs may time their algorithms,
+        which takes up to seconds, so it is only for graphs captured before anything is served.
         """
         pace = self.pace
         if pace is None:
             return run
 
         def replay() -> Tensor:
-            """In one slice, which any thread may launch."""
+            """Runs as one slice, which any thread may launch."""
             output: list[Tensor] = []
             launch = torch.inference_mode()(lambda: output.append(run()))
             pace.launch([(pace.slice_seconds, launch)])
@@ -156,26 +157,26 @@ class Device:
         return replay
 
     def read_back(self, rows: Tensor) -> Rows:
-        """Starts the copy of an output to the host. The output may be overwritten afterwards."""
+        """Starts copying an output to the host. The output may be overwritten after the call."""
         copy = rows.clone()
         return lambda: copy
 
     def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
-        """Starts copies of these rows on the device, each in memory of its own. The rows may be
-        overwritten afterwards."""
+        """Starts copying these rows on the device, each to its own memory. The rows may be
+        overwritten after the call."""
         copies = [part.clone() for part in parts]
         return lambda: copies
 
     def memory_bytes(self) -> int:
-        """Device memory of this process, without the driver's; not counted on the CPU."""
+        """Device memory of this process, without the driver's. 0 on the CPU."""
         return 0
 
     def used_bytes(self) -> int:
-        """Device memory in use by all processes and the driver; not counted on the CPU."""
+        """Device memory in use by all processes and the driver. 0 on the CPU."""
         return 0
 
     def alive(self) -> bool:
-        """False: nothing can succeed on the device any more, and the process must be replaced."""
+        """False: nothing can succeed on the device any more, so the process must be replaced."""
         return True
 
 
@@ -186,10 +187,10 @@ def start_readback(
     stays: Sequence[bool],
     in_fp8: Sequence[bool],
 ) -> Callable[[], list[Tensor | Fp8Rows]]:
-    """Starts the copies of a pack's rows [all tokens, width]; called within `Device.running`.
+    """Starts copying a pack's rows [all tokens, width]. Must be called within `Device.running`.
 
-    `stays`: which items' rows stay on the device; `in_fp8`: which leave it in FP8. What it returns
-    waits for the copies, and gives [tokens, width] of each item.
+    `stays`: whether an item's rows stay on the device. `in_fp8`: whether they leave it in FP8.
+    Returns a function that waits for the copies and returns the rows [tokens, width] of each item.
     """
     parts = packed[: sum(tokens)].split(list(tokens))
     kinds = list(zip(stays, in_fp8, strict=True))
@@ -211,15 +212,15 @@ def start_readback(
 
 
 def read_rows(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
-    """Starts the copy of the rows of items; what it returns gives each item's."""
+    """Starts copying rows to the host. The function that it returns gives each item's rows."""
     host = device.read_back(rows)
     return lambda: host()[: sum(sizes)].split(list(sizes))
 
 
 def read_fp8(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Fp8Rows]]:
-    """As read_rows, of rows that are quantised on the device first."""
+    """As read_rows, after quantising the rows on the device."""
     made = quantised(rows[: sum(sizes)])
-    # Scales first: a second readback waits for the first, and these are few.
+    # Scales first, because the second readback waits for the first, and scales are small.
     scales = read_rows(device, made.scales, sizes)
     values = read_rows(device, made.values, sizes)
     return lambda: list(map(Fp8Rows, values(), scales()))
@@ -252,6 +253,6 @@ def open_device(kind: str, slice_seconds: float = 0) -> Device:
             "torch sees no CUDA device here: check the driver, encoder.num_gpus and that torch is "
             "a CUDA build, or choose the device cpu (encoder.device, --device)"
         )
-    from actors.engine.cuda import CudaDevice  # which imports this file
+    from actors.engine.cuda import CudaDevice  # not at the top, because it imports this file
 
     return CudaDevice(slice_seconds)

@@ -37,7 +37,7 @@ log = logging.getLogger("ray.serve")
 MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
 
 Labels = Sequence[str | None]
-"""The graph that serves each path of a pack; None: it runs eagerly; SKIPPED: nothing to run."""
+"""The graph that serves each path of a pack. None: it runs eagerly. SKIPPED: it has no tokens."""
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Engine:
         packing: Packing = smallest_first,
         cost: Cost | None = None,
     ) -> None:
-        """`cost`: what was measured of this device; None: nothing."""
+        """`cost`: as measured on this device. None: not measured."""
         self.tower = tower
         self.graphs = graphs
         self.capacity = capacity
@@ -108,7 +108,8 @@ class Engine:
         return joined(item, answers)
 
     def submit_together(self, items: Sequence[Item]) -> list[Future[Item]]:
-        """Queues items that fit a pack each, before the next pack is formed. Raises Unavailable."""
+        """Queues items at once, so that the next pack can have all of them. Each must fit a pack.
+        Raises Unavailable."""
         waiting = [WaitingItem(item) for item in items]
         with self._changed:
             if self._closed:
@@ -118,7 +119,7 @@ class Engine:
         return [one.answer for one in waiting]
 
     def stalled_seconds(self) -> float:
-        """How long no pack has completed although there is work, as when the device hangs."""
+        """How long there has been work but no pack has completed, as when the device hangs."""
         with self._changed:
             since = [waiting.since for waiting in list(self._waiting)[:1]]
             since += [launched.started for launched in list(self._launched)]
@@ -138,7 +139,7 @@ class Engine:
         try:
             while step():
                 pass
-        except Exception as error:  # a bug: nobody may wait for ever because of it
+        except Exception as error:  # a bug: fail all items, so that nobody waits for ever
             log.critical("the engine's thread ended", exc_info=error)
             with self._changed:
                 self._closed = self._broken = True
@@ -150,7 +151,8 @@ class Engine:
                     waiting.answer.set_exception(Unavailable(f"the encoder broke down: {error}"))
 
     def _step(self) -> bool:
-        """Launches a pack, completes one that is due. False: closed, and nothing is left to do."""
+        """Launches a pack if items wait, and completes one that is due. False: closed, and nothing
+        is left to do."""
         taken = self._take(wait=not self._launched)
         if taken:
             self._launch(*taken)
@@ -160,7 +162,7 @@ class Engine:
         return bool(taken or self._launched or self._waiting or not self._closed)
 
     def _take(self, *, wait: bool) -> tuple[list[WaitingItem], Pack] | None:
-        """The pack of the item that has waited longest. None: nothing waits."""
+        """Forms the pack with the item that has waited longest. None: nothing waits."""
         with self._changed:
             while not self._waiting and wait and not self._closed:
                 self._changed.wait()
@@ -207,7 +209,7 @@ class Engine:
             self._failed(launched.waiting, error)
             return
         before, self._progress = self._progress, monotonic()
-        # Packs complete in the order of their launches; time that two of them share counts once.
+        # Packs complete in launch order; time in which two of them overlap counts once.
         self.metrics.busy_seconds.inc(self._progress - max(before, launched.started))
         seconds = self._progress - launched.started
         self._count(launched)
@@ -271,11 +273,10 @@ class Engine:
 
 
 class PacedEngine(Engine):
-    """On a device with a pace, where launching a pack takes as long as encoding it. So a second
-    thread completes packs, while the engine's thread waits for its turn to launch slices."""
+    """An engine on a device with a pace, where launching a pack takes as long as encoding it. A
+    second thread completes packs while the engine's thread waits to launch slices."""
 
     def __init__(self, *parts: Any, **options: Any) -> None:
-        """As Engine."""
         super().__init__(*parts, **options)
         self._completing = self._started("completing", self._complete_first)
 

@@ -1,8 +1,8 @@
-"""The captured graphs of each path, one or two per token budget: capture, replay, what they cost.
+"""The captured graphs of each path, one or two per token budget: capture, replay and cost.
 
-Static inputs are allocated once, for the largest budget. All graphs share one memory pool, so the
-largest is captured first. Padding is data: rows that no segment covers. A tower whose videos need
-inputs of their own has a second graph per budget, so that packs of images do not pay for them.
+Static inputs are allocated once, for the largest budget. All graphs of a path share one memory
+pool, so the largest is captured first. Padding consists of rows that no segment covers. If videos
+need additional inputs, each budget has a second graph, so that packs of images are not slowed down.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHED_PLANS = 256  # lists of waiting items whose packs are cached
 SKIPPED = "skip"  # the label of a path on which a pack has no tokens
 EXACT = "exact"  # the label of every graph of an exact layout
 
-SIGHTS_PER_GRAPH = 16  # layouts remembered per exact graph: most are seen once, never again
+SIGHTS_PER_GRAPH = 16  # layouts remembered per exact graph; most are seen only once
 
 Layout = tuple[tuple[Grid, int, int], ...]
 """Grid, tokens and frames of each item on this path, in the order of the pack."""
@@ -63,7 +63,7 @@ class GraphSet:
         self.tuned = True  # graphs are captured before anything is served, so GEMMs may be timed
         self._packed: dict[tuple[int | None, tuple[ItemPlan, ...]], Tensor] = {}
         self.replays: dict[tuple[int, bool], Callable[[], Tensor]] = {}
-        """By budget, and whether for packs with videos."""
+        """By budget, and by whether they are for packs with videos."""
         videos = segments.frames and self.video_inputs(1)
         self.forms: tuple[bool, ...] = (False, True) if videos else (False,)
         if self.budgets:
@@ -88,8 +88,8 @@ class GraphSet:
     def replay_seconds(self) -> dict[int, float]:
         """Seconds of one warm replay of each budget, for images, over whatever the inputs hold.
 
-        Budgets that the device's `measuring_seconds` leave out cost as much per token as the
-        largest measured one.
+        Budgets that are not measured within the device's `measuring_seconds` are assumed to cost as
+        much per token as the largest measured one.
         """
         seconds: dict[int, float] = {}
         began, most = perf_counter(), self.device.measuring_seconds
@@ -109,8 +109,8 @@ class GraphSet:
         return {each: seconds.get(each, seconds[last] * each / last) for each in self.budgets}
 
     def fill(self, budget: int, *, videos: bool) -> None:
-        """With a pace: stages the metadata of one item as large as the budget, so that the times of
-        slices have its attention in them."""
+        """With a pace, stages the metadata of one item as large as the budget, so that the measured
+        times of slices include its attention."""
         sizing = self.tower.spec.sizing
         if self.device.pace and isinstance(sizing, BlockSizing):
             plan = sizing.nearly_square(budget, video=videos)
@@ -121,14 +121,14 @@ class GraphSet:
         return len(self.replays)
 
     def label(self, budget: int | None, plans: Sequence[ItemPlan]) -> str | None:
-        """The graph that such a pack would replay now, for the metrics. None: it would run eagerly.
+        """The graph that this pack would replay now, for the metrics. None: it would run eagerly.
         SKIPPED: it has no tokens on this path."""
         if not self.tokens(plans):
             return SKIPPED
         return None if budget is None else str(budget)
 
     def run(self, budget: int | None, items: Sequence[Item]) -> Tensor:
-        """As `encode`, for items; those without tokens on this path are left out."""
+        """Calls `encode` for the items that have tokens on this path."""
         items = [item for item in items if item.plan.path_tokens[self.index]]
         patches = [torch.as_tensor(item.patches[item.plan.rows(self.index)]) for item in items]
         later = [
@@ -145,13 +145,13 @@ class GraphSet:
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Rows [tokens of all items, width] on the device, in the order of the items; a vector for
-        each item of a model that gives vectors.
+        """Rows [tokens of all items, width] on the device, in the order of the items. Models that
+        give vectors return one per item instead.
 
         `patches`: this path's, uint8, one tensor per item, on the host or on the device. `later`:
-        the patches of the second frames of videos; an image's are its patches once more. Packs of
-        images need none. With a budget the rows lie in graph memory and are valid until the next
-        replay of this path; None runs eagerly. Without tokens on this path nothing runs.
+        the patches of the second frames of videos; for an image, its patches again. Packs of images
+        need none. With a budget, the rows are in graph memory and valid until the next replay of
+        this path. `budget` None runs eagerly. Without tokens on this path nothing runs.
         """
         if not self.tokens(plans):
             spec = self.tower.spec
@@ -179,8 +179,8 @@ class GraphSet:
         return self.tower.video_inputs(self.path, tokens)
 
     def packed(self, budget: int | None, plans: tuple[ItemPlan, ...]) -> Tensor:
-        """The metadata of a pack as one piece of host memory; None: of an exact layout. Cached,
-        because traffic of few sizes brings the same packs again."""
+        """The metadata of a pack as one host buffer. `budget` None: for an exact layout. Cached,
+        because traffic of few sizes repeats packs."""
         key = budget, plans
         found = self._packed.pop(key, None)
         if found is None:
@@ -194,7 +194,7 @@ class GraphSet:
         return found
 
     def room(self, budget: int | None, plans: Sequence[ItemPlan]) -> tuple[int, int]:
-        """Tokens and segments of a budget's graph for such a pack; None: exactly those it has."""
+        """Tokens and segments of the graph for a pack. `budget` None: exactly those of the pack."""
         if budget is None:
             return self.tokens(plans), sum(max(1, plan.frames) for plan in plans)
         return budget, self.segments.of(budget, videos=self.videos(plans))
@@ -228,14 +228,14 @@ class GraphSet:
 
 
 class ExactGraphSet(GraphSet):
-    """Graphs of exact layouts: at most `most`, each of at most the largest budget's tokens.
+    """Graphs of exact layouts: at most `most`, each with at most the largest budget's tokens.
 
     A layout runs eagerly the first time, and is captured and replayed from the second time on. The
-    least recently used one is evicted. GEMMs are not timed, because waiting items would be held up.
+    least recently used one is evicted. GEMMs are not timed, because items would have to wait.
 
-    The graph of the largest budget is captured at start, and not replayed afterwards: it sizes the
-    shared pool, and its output takes the rows of every layout. So graphs that are captured later
-    take no more device memory.
+    The graph of the largest budget is captured at start, but not replayed for packs. It sizes the
+    shared pool, and the rows of every layout are copied to its output. So graphs that are captured
+    later take no additional device memory.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class ExactGraphSet(GraphSet):
         patches: Sequence[Tensor],
         later: Sequence[Tensor] = (),
     ) -> Tensor:
-        """A budget only says that the pack is small enough to be captured."""
+        """As GraphSet.encode. A `budget` only means that the pack is small enough for a graph."""
         label = self.label(budget, plans)
         if label == EXACT:
             with self.device.running():
@@ -297,7 +297,7 @@ class ExactGraphSet(GraphSet):
         layout = self._layout(plans)
         replay = self.kept.get(layout)
         if replay is None:
-            # Forgotten first, so that a layout that cannot be captured is not tried every time.
+            # Forgotten first, so that a layout whose capture fails is not tried every time.
             del self.seen[layout]
             tokens, segments = self.room(None, plans)
             static = self.static(self._shapes(tokens, segments, self.videos(plans)))
@@ -322,8 +322,8 @@ class ExactGraphSet(GraphSet):
 def capture(
     tower: Tower, capacity: Capacity, device: Device, metrics: EncoderMetrics
 ) -> dict[str, GraphSet]:
-    """A captured GraphSet for each path, on streams of its own, so that the paths of a pack are
-    replayed at the same time; also sets the metrics. Raises StartError."""
+    """Captures a GraphSet for each path, on separate streams, so that the paths of a pack are
+    replayed at the same time. Also sets the metrics. Raises StartError."""
     started, before, used_before = monotonic(), device.memory_bytes(), device.used_bytes()
     total = sum(budget > 0 for budgets in capacity.budgets for budget in budgets)
     done = 0
@@ -363,15 +363,15 @@ def capture(
 
 
 def more(device: Device) -> str:
-    """How a replica gets more device memory."""
+    """How a replica gets more device memory, for error messages."""
     if device.limit_bytes:
         return f"raise encoder.gpu_memory_bytes, which is {device.limit_bytes}"
     return "give the replica a GPU of its own (encoder.num_gpus: 1)"
 
 
 def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
-    """The policy. `least_cost` measures each budget here, before anything has been staged. Without
-    a choice of budgets (modes `exact` and `off`) both policies are the same."""
+    """The packing policy. For `least_cost`, each budget is measured here, before anything has been
+    staged. Without a choice of budgets (modes `exact` and `off`) both policies are the same."""
     choice = any(len(path.budgets) > 1 for path in graphs.values())
     if options.policy == "smallest_first" or not choice:
         return smallest_first
@@ -379,6 +379,6 @@ def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> P
     for path, seconds in zip(graphs, costs, strict=True):
         shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
         log.info("milliseconds of a replay, %s: %s", path, shown)
-    # Traffic of few sizes asks about the same items again and again.
+    # Traffic of few sizes repeats lists of items.
     cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
     return lambda plans, capacity: cut(tuple(plans), capacity)

@@ -1,4 +1,4 @@
-"""Which budgets suit a service's traffic: the ladder with the least padding. Pure."""
+"""Finds the budgets with the least padding for a service's traffic. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Indices = npt.NDArray[np.intp]
 MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
 
 WAITING_ITEMS = 2.0
-"""Images that share a pack on average. Few, because `least_cost` packing splits long queues to fit
-small budgets."""
+"""Mean number of items waiting for a pack. Small, because `least_cost` packing splits long queues
+to fit small budgets."""
 
 
 def pack_loads(counts: Mapping[tuple[int, ...], float], room: Capacity) -> list[dict[int, float]]:
-    """Tokens on each path of the packs that such items form -> how often.
+    """For each path: tokens of a pack -> how often, for the packs that these items form.
 
     `counts`: tokens of an item on each path -> how often. Raises ConfigError if no item fits.
     """
@@ -48,7 +48,7 @@ def planned_ladders(
 ) -> list[tuple[int, ...]]:
     """The best budgets of each path, at most `graphs` (None: as many as in `room`), without 0.
 
-    `unseen`: the share of packs to expect in equal parts at the budgets of `room`.
+    `unseen`: the share of packs to expect at the budgets of `room`, in equal parts.
     """
     if isinstance(sizing, BlockSizing):
         units: tuple[int, ...] = (MULTIPLE_TOKENS,)
@@ -69,19 +69,19 @@ def planned_ladders(
 
 
 def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[int, ...]:
-    """At most `graphs` ascending budgets, `largest` the last, that pad the loads least.
+    """At most `graphs` ascending budgets, ending with `largest`, that pad the loads least.
 
-    `loads`: tokens of a pack -> how often; none is over `largest`. Exact: dynamic programming over
-    the distinct loads, for the best budgets are loads themselves.
+    `loads`: tokens of a pack -> how often; none is over `largest`. Exact, by dynamic programming
+    over the distinct loads, because the best budgets are loads themselves.
     """
     rungs = np.array(sorted({*loads, largest}))
     times = np.array([loads.get(rung, 0.0) for rung in rungs.tolist()])
     packs = np.concatenate(([0.0], times.cumsum()))
     tokens = np.concatenate(([0.0], (times * rungs).cumsum()))
-    # padding[end, n]: of the packs over the n lowest rungs, in a budget at the highest of `end`.
+    # padding[i, n]: total padding of the packs on rungs n to i if their budget is rung i.
     padding = rungs[:, None] * (packs[1:, None] - packs) - (tokens[1:, None] - tokens)
     padding[np.triu_indices_from(padding, 1)] = np.inf
-    # best[n]: least padding of the n lowest rungs with this many budgets, the last at rung n.
+    # best[n]: least padding of the n lowest rungs with this many budgets, the last at the nth rung.
     best = np.concatenate(([0.0], np.full(len(rungs), np.inf)))
     steps: list[Indices] = []
     for _ in range(min(graphs, len(rungs))):
@@ -96,7 +96,7 @@ def best_ladder(loads: Mapping[int, float], graphs: int, largest: int) -> tuple[
 
 
 def padding_ratio(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
-    """Tokens of padding per token of content; the largest budget holds every load."""
+    """Padding tokens per content token. The largest budget must hold every load."""
     content = sum(load * times for load, times in loads.items())
     return computed(loads, budgets) / content - 1 if loads else 0.0
 
@@ -109,7 +109,7 @@ def computed(loads: Mapping[int, float], budgets: Sequence[int]) -> float:
 def rounded_up(
     loads: Mapping[int, float], largest: int, multiple: int = MULTIPLE_TOKENS
 ) -> dict[int, float]:
-    """The loads rounded up to multiples, at most `largest`: what budgets are chosen from."""
+    """The loads rounded up to multiples, at most `largest`. Budgets are chosen from these."""
     rounded: dict[int, float] = {}
     for load, times in loads.items():
         whole = min(-(-load // multiple) * multiple, largest)
@@ -120,11 +120,11 @@ def rounded_up(
 def simulated_loads(
     items: Mapping[ItemPlan, float], waiting_items: float, capacity: Capacity, rounds: int = 5000
 ) -> list[dict[int, float]]:
-    """Tokens on each path of the packs that form when `waiting_items` items wait on average.
+    """For each path: tokens of a pack -> how often, if `waiting_items` items wait on average.
 
-    The number of waiting items is geometric, as in a queue, so one item alone always occurs.
-    `items`: how often each comes. Deterministic. Items beyond the largest budget run eagerly and do
-    not count, nor does a path on which a pack has no tokens.
+    The number of waiting items has a geometric distribution, as in a queue, so that packs of one
+    item always occur. `items`: how often each occurs. Deterministic. Packs beyond the largest
+    budget run eagerly and do not count, nor do paths on which a pack has no tokens.
     """
     waiting = np.random.default_rng(0).geometric(1 / waiting_items, rounds)
     drawn = Random(0).choices(list(items), list(items.values()), k=int(waiting.sum()))

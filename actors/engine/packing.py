@@ -1,8 +1,8 @@
-"""Which waiting items share a forward pass, by what packs cost. Pure: no torch, no clocks.
+"""Decides which waiting items share a forward pass, by the cost of packs. No torch, no clocks.
 
-A replay computes every row of its budget, so its time depends on the budget and hardly on what is
-in it. The exception is attention, which is quadratic in an item's patches; but an item brings the
-same attention to any pack, so it is left out: costs are measured over empty packs.
+A replay computes every row of its budget, so its time depends on the budget and hardly on its
+contents. The exception is attention, which is quadratic in an item's patches. It is left out, and
+costs are measured over empty packs, because an item adds the same attention to any pack.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from actors.types import Cost, ItemPlan, Pack, Work
 Integers = npt.NDArray[np.int64]
 
 Packing = Callable[[Sequence[ItemPlan], Capacity], list[Pack]]
-"""A policy: cuts all items into packs."""
+"""A policy, which divides all items into packs."""
 
 Costs = Sequence[Mapping[int, float]]
-"""Of each path: budget -> seconds of one replay. Larger budgets never cost less."""
+"""For each path: budget -> seconds of one replay. Larger budgets never cost less."""
 
-WINDOW = 256  # items that one decision looks at, so that planning is shorter than a replay
+WINDOW = 256  # items per decision, so that planning takes less time than a replay
 
 NANOSECOND = 1e-9  # plans that differ by less are equally good
 
 
 class OpenPack:
-    """A pack that still grows, and its running totals."""
+    """A pack under construction, with running totals."""
 
     def __init__(
         self, capacity: Capacity, items: Sequence[int] = (), plans: Sequence[ItemPlan] = ()
     ) -> None:
-        """`items`: the places in `plans` of those that it holds from the start."""
+        """`items`: indices in `plans` of the items that it starts with."""
         self.capacity = capacity
         self.items: list[int] = []
         self.tokens = [0] * len(capacity.tokens)
@@ -64,7 +64,7 @@ class OpenPack:
             self.tokens[path] += more
 
     def close(self) -> Pack:
-        """The pack, each path with the smallest budget that holds it; None: none does."""
+        """The pack, with the smallest budget of each path that holds it. None: no budget does."""
         budgets = self.capacity.budgets
         if self.frames > self.capacity.frames:
             return Pack(tuple(self.items), (None,) * len(budgets))
@@ -73,8 +73,8 @@ class OpenPack:
 
 
 def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
-    """Packs all items: ascending by tokens, adding while every limit holds (vLLM, PR 35963). An
-    item that exceeds a limit by itself gets a pack of its own, with None for that path."""
+    """Packs all items in ascending order of tokens, filling packs while every limit holds (vLLM, PR
+    35963). An item that exceeds a limit by itself gets its own pack, with None for that path."""
     packs: list[Pack] = []
     pack = OpenPack(capacity)
     for index in sorted(range(len(plans)), key=lambda i: plans[i].tokens):
@@ -94,11 +94,11 @@ def smallest_first(plans: Sequence[ItemPlan], capacity: Capacity) -> list[Pack]:
 
 
 def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> list[Pack]:
-    """Packs all items in the fewest seconds of replay that consecutive cuts can reach.
+    """Packs all items so that replays take the least time, among all ways to cut the sorted list.
 
-    Ascending by tokens like `smallest_first`, and never more expensive; but a batch is cut in two
-    where two smaller graphs cost less than the padding of one. On a tie, the fewer packs.
-    An item that exceeds a limit by itself gets a pack of its own, with None for that path.
+    Sorts by tokens like `smallest_first`, and never costs more. A batch is cut in two where two
+    smaller graphs cost less than one larger graph with more padding. On a tie, fewer packs win. An
+    item that exceeds a limit by itself gets its own pack, with None for that path.
     """
     order = sorted(range(len(plans)), key=lambda i: plans[i].tokens)
     alone = [i for i in order if not graphs_hold(plans[i], capacity)]
@@ -109,12 +109,13 @@ def least_cost(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> l
 
 
 def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -> list[int]:
-    """Where each pack of the cheapest plan begins, from 0 to the end. Graphs hold every plan.
+    """The start of each pack of the cheapest solution, and the end of the last one. Every item must
+    fit the graphs by itself.
 
-    Exact, in items x budgets steps: fewer items never cost more, so of all packs that begin at an
-    item and use a certain budget, only the longest can be part of the cheapest plan. On a tie the
-    first pack is the longest, because it has the oldest of equal items, and the last one can still
-    be joined by items to come.
+    Exact, in items x budgets steps: fewer items never cost more, so among the packs that start at
+    an item and use a certain budget, only the longest can be part of the cheapest solution. On a
+    tie the first pack is the longest, because it has the oldest of equal items, and items to come
+    can still join the last one.
     """
     last = len(plans)
     if last < 2:
@@ -131,7 +132,7 @@ def cheapest_cuts(plans: Sequence[ItemPlan], capacity: Capacity, costs: Costs) -
         )
         # One column for each combination of budgets.
         ends = np.minimum(ends[:, :, None], held[:, None, :]).reshape(last, -1)
-        # A path on which a pack has nothing costs nothing.
+        # Budget 0: a path without tokens costs nothing.
         path_seconds = np.array([cost[budget] if budget else 0.0 for budget in largest_first])
         seconds = (seconds[:, None] + path_seconds).ravel()
     prices = np.where(ends > np.arange(last)[:, None], seconds, np.inf)
@@ -152,7 +153,7 @@ def running(values: Sequence[int]) -> Integers:
 
 
 def reach(sums: Integers, limits: Sequence[int]) -> Integers:
-    """The latest end of a pack: [its first item, limits of the sum]."""
+    """The latest end of a pack whose sum is within a limit: [first item, limit]."""
     ends: Integers = np.searchsorted(sums, sums[:-1, None] + np.asarray(limits), side="right") - 1
     return ends
 
@@ -170,16 +171,16 @@ def oldest_first(
 ) -> Pack:
     """The pack with item 0, which has waited longest, so that no item starves.
 
-    The rest of the plan is discarded, because other items will wait by the time of the next pack.
-    So the policy plans for throughput (the time of all that waits), and age decides what is next.
+    The other packs are discarded, because other items will be waiting by the time of the next pack.
+    So the policy optimises throughput over all waiting items, and age decides what is next.
     """
     seen = plans[: max(WINDOW, capacity.items)]
     return next(pack for pack in packing(seen, capacity) if 0 in pack.items)
 
 
 def monotone(measured: Mapping[int, float]) -> dict[int, float]:
-    """The closest seconds, by least squares, that never fall as budgets grow: noise must not make a
-    larger budget look cheaper than a smaller one."""
+    """The measured seconds, made non-decreasing by isotonic regression, so that noise does not make
+    a larger budget look cheaper than a smaller one."""
     pools: list[tuple[float, int]] = []  # sum of seconds, number of budgets: means ascend
     for budget in sorted(measured):
         total, count = measured[budget], 1
@@ -192,8 +193,8 @@ def monotone(measured: Mapping[int, float]) -> dict[int, float]:
 
 
 def fitted(work: Sequence[Work], seconds: Sequence[float]) -> Cost:
-    """The cost that is closest to the seconds of these packs, in relative terms. Nothing is
-    negative: where the best fit is, attention or the launch counts nothing."""
+    """Fits a cost to the seconds of these packs, by least squares of the relative errors. Where the
+    best fit is negative, the attention, the launch or both are set to 0."""
     taken = np.asarray(seconds)
     terms = np.asarray([(1, *each) for each in work], dtype=float) / taken[:, None]
     for used in ([0, 1, 2], [0, 1], [1, 2], [1]):

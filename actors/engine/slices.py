@@ -1,5 +1,5 @@
-"""Chunked encoding: a replay is launched in slices, each a few layers of the tower. So the steps of
-a language model on the same device need not wait for a whole image. Knows no CUDA.
+"""Chunked encoding: launches a replay in slices of a few layers each, so that the steps of a
+language model on the same device do not wait for a whole image. Knows no CUDA.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from time import perf_counter, sleep
 
 from actors.models.layers.block import between_layers
 
-POLL_SECONDS = 0.001  # how often the engine's thread looks whether the steps have ended
+POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
 
 Slice = tuple[float, Callable[[], object]]
-"""How many seconds it takes on the device, and what launches it."""
+"""Its seconds on the device, and the function that launches it."""
 
 
 class Pace:
-    """Launches slices: before each step of the language model as many as take `slice_seconds`, and
-    whenever no step is running, one at a time.
+    """Launches slices: about `slice_seconds` of them before each step of the language model, and
+    one at a time while no step is running.
 
-    The engine's thread calls `launch`. The thread that launches the steps calls `step` before each,
-    which launches slices itself: it need not wait until another thread gets Python's lock.
+    The engine's thread calls `launch`. The thread that launches steps calls `step` before each one.
+    `step` launches slices itself, so that it does not wait until another thread gets the GIL.
     """
 
     def __init__(self, slice_seconds: float) -> None:
@@ -32,7 +32,7 @@ class Pace:
         self._failure: Exception | None = None
 
     def launch(self, slices: Iterable[Slice]) -> None:
-        """Returns when all are launched. Raises what one of them raised."""
+        """Returns when all slices are launched. Raises what one of them raised."""
         self._slices.extend(slices)
         while self._slices:
             with self._lock:
@@ -45,8 +45,8 @@ class Pace:
             raise failure
 
     def step(self, share: int = 1) -> None:
-        """Launches slices that take at most `share` times `slice_seconds` together, but at least
-        one, so that every item makes progress."""
+        """Launches slices that take at most `share` times `slice_seconds` in total, but at least
+        one, so that every item makes progress. Called before each step of the language model."""
         with self._lock:
             if self._slices:
                 self.after_steps()
@@ -60,27 +60,27 @@ class Pace:
         seconds, launch = self._slices.popleft()
         try:
             launch()
-        except Exception as error:  # of the item, not of the step
+        except Exception as error:  # fails the item, not the step
             self._slices.clear()
             self._failure = error
         return seconds
 
-    # Of a device that runs behind its threads: see engine/cuda.py
+    # Overridden for a device that runs asynchronously: see engine/cuda.py
 
     def idle(self) -> bool:
         """Whether neither a step nor a slice is running."""
         return True
 
     def rest(self) -> None:
-        """Between two looks of the engine's thread whether the device is idle."""
+        """Waits between two checks whether the device is idle."""
         if self._slices:
             sleep(POLL_SECONDS)
 
     def after_steps(self) -> None:
-        """Slices that are launched from now on wait for the steps launched before."""
+        """Makes slices launched from now on wait for the steps launched before."""
 
     def before_step(self) -> None:
-        """The step that is launched next waits for the slices launched before."""
+        """Makes the next step wait for the slices launched before."""
 
 
 class EveryNth:
@@ -98,7 +98,7 @@ class EveryNth:
 
 
 def layers_of(run: Callable[[], object]) -> int:
-    """How many layers a forward pass has, by running it."""
+    """Counts the layers of a forward pass by running it."""
     boundaries = EveryNth(1, int)
     with between_layers(boundaries):
         run()
@@ -106,8 +106,8 @@ def layers_of(run: Callable[[], object]) -> int:
 
 
 def layers_per_slice(run: Callable[[], object], slice_seconds: float) -> tuple[int, float]:
-    """How many layers of this forward pass take about as long as a slice should, at least one; and
-    the seconds that they take. `run` returns when the pass has ended."""
+    """The number of layers, at least one, that take about `slice_seconds`, and the seconds that
+    they take. `run` must return when the forward pass has finished, not when it is launched."""
     layers = layers_of(run)
     started = perf_counter()
     run()

@@ -1,4 +1,4 @@
-"""How many tokens items have had, and the file from which the next start plans its budgets."""
+"""Counts items by their tokens, and keeps the counts in a file for planning budgets at start."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from actors.spec.model_spec import ModelSpec
 log = logging.getLogger("ray.serve")
 
 PathTokens = tuple[int, ...]
-"""Of one item, or chunk of a video, on each path."""
+"""Tokens of an item, or of a video's chunk, on each path."""
 
 MOST_KINDS = 2048
-"""Different items that are counted exactly; others count as the next larger of these."""
+"""Different sizes that are counted. After that, a new size counts as the next larger of these."""
 SAVE_SECONDS = 60.0
 CLOSE_SECONDS = 5.0  # how long a stopping replica waits for a folder that hangs
-LEAST_ITEMS = 1000  # that a file is written of: fewer say little, and would replace more
+LEAST_ITEMS = 1000  # for writing the file: fewer say little, and would replace a larger count
 MOST_BYTES = 2**20  # of the file
 UNSEEN = 0.05
-"""Learned budgets expect this share of packs, in equal parts at the default budgets, so that sizes
-that never came are padded little, too."""
+"""Learned budgets expect this share of packs at the default budgets, in equal parts, so that sizes
+that were never seen get little padding too."""
 
 
 class ItemTokens:
-    """Counts items by their tokens. One thread writes."""
+    """Counts items by their tokens. Only one thread may add."""
 
     def __init__(self) -> None:
         self._counts: dict[PathTokens, int] = {}
-        self._kept: list[PathTokens] = []  # all that are counted, in order, once no more fit
+        self._kept: list[PathTokens] = []  # all sizes, sorted, once there is no room for more
 
     def add(self, tokens: PathTokens, count: int = 1) -> None:
         if tokens not in self._counts and len(self._counts) >= MOST_KINDS:
@@ -55,7 +55,7 @@ class ItemTokens:
         return total
 
     def document(self) -> dict[str, int]:
-        """Counts by the tokens of each path, joined by spaces. For any thread."""
+        """Counts by the tokens of each path, joined by spaces. May be called from any thread."""
         counts = dict(self._counts)
         return {" ".join(map(str, tokens)): counts[tokens] for tokens in sorted(counts)}
 
@@ -86,7 +86,7 @@ def counts_of(document: Any, spec: ModelSpec) -> dict[PathTokens, int]:
 
 
 class SizesFile:
-    """Writes the counts every minute, and once more when closed, in a thread of its own."""
+    """Writes the counts every minute and when closed, in its own thread."""
 
     def __init__(self, path: str, model: str, counted: ItemTokens) -> None:
         self.path = Path(path)
@@ -102,7 +102,7 @@ class SizesFile:
         self.save()
 
     def save(self) -> None:
-        """Replaces the file, which other replicas on this node may write as well."""
+        """Replaces the file atomically, because other replicas on this node may write it too."""
         counts = self.counted.document()
         if sum(counts.values()) < LEAST_ITEMS:
             return
@@ -120,9 +120,10 @@ class SizesFile:
 
 
 def learned(path: str, room: Capacity, spec: ModelSpec) -> Capacity:
-    """As many budgets for what the file counted, or `room` as it is and a warning.
+    """`room` with as many budgets, planned for the items that the file counted.
 
-    Whatever is in the file, the replica starts.
+    If the file cannot be used, logs a warning and returns `room` unchanged: the replica always
+    starts.
     """
     try:
         with Path(path).open(encoding="utf-8") as file:
@@ -137,6 +138,6 @@ def learned(path: str, room: Capacity, spec: ModelSpec) -> Capacity:
         )
         return room
     log.info("budgets learned from %d items in %s: %s", sum(counts.values()), path, ladders)
-    # 0, for packs without tokens on the path, stays where it was.
+    # Budget 0, for packs without tokens on the path, is kept.
     zeros = (budgets[:1] if budgets[0] == 0 else () for budgets in room.budgets)
     return replace(room, budgets=tuple(map(tuple.__add__, zeros, ladders)))

@@ -1,6 +1,6 @@
-"""Videos that are longer than one pack holds: cut into chunks, encoded, and answered as one.
+"""Cuts videos that do not fit a pack into chunks, and joins the rows of the chunks.
 
-A group of frames is one attention segment (VideoSizing), so the rows of a video are those of its
+A temporal group is one attention segment (VideoSizing), so the rows of a video are those of its
 chunks, one after the other.
 """
 
@@ -20,8 +20,8 @@ from actors.types import Item, ItemPlan
 
 
 def cut(item: Item, capacity: Capacity, *, sound: bool = False) -> list[Item]:
-    """The chunks of an item, each as long as a pack holds; an image, or what fits, is one. A group
-    that no pack holds is a chunk by itself."""
+    """Cuts an item into chunks, each as long as a pack can hold. An image, or whatever fits a pack,
+    is one chunk. A group that does not fit a pack is a chunk by itself."""
     groups = item.plan.frames
     if not groups:
         return [item]
@@ -34,11 +34,11 @@ def cut(item: Item, capacity: Capacity, *, sound: bool = False) -> list[Item]:
 
 
 def chunk(item: Item, start: int, end: int, *, sound: bool) -> Item:
-    """The groups from `start` to before `end` of a video, as views of its patches."""
+    """The temporal groups from `start` to before `end` of a video, as views of its patches."""
     plan, groups = item.plan, end - start
     rows = slice(start * plan.group_patches, min(end * plan.group_patches, plan.patches))
     patches = rows.stop - rows.start
-    if sound:  # each token that is computed gives a row, up to the sound's end
+    if sound:  # every computed token is a row, up to the end of the sound
         before, computed = (computed_tokens(plan, row) for row in (rows.start, rows.stop))
         tokens = min(computed, plan.tokens) - before
     else:
@@ -62,11 +62,11 @@ def computed_tokens(plan: ItemPlan, patches: int) -> int:
 
 
 def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
-    """A future of the item: done once all chunks are encoded, failed once one has failed. Chunks
-    that have not started by then are cancelled, as they are if the future is cancelled."""
+    """A future that completes with the item once all chunks are encoded, or fails once one fails.
+    If it fails or is cancelled, chunks that have not started are cancelled."""
     whole: Future[Item] = Future()
-    # Emptied when `whole` is done: futures that refer to each other would keep the rows of their
-    # packs alive until the garbage collector runs.
+    # Emptied when `whole` is done, because futures that refer to each other would keep the rows of
+    # their packs alive until the garbage collector runs.
     chunks = list(answers)
 
     def encoded(answer: Future[Item]) -> None:
@@ -93,7 +93,8 @@ def joined(item: Item, answers: Sequence[Future[Item]]) -> Future[Item]:
 
 
 def fill(item: Item, chunks: Sequence[Item]) -> None:
-    """Fills in a video from its chunks, which were queued together: first start to last end."""
+    """Fills in a video's rows and timings, from the first start to the last end of its chunks,
+    which were queued together."""
     queue = min(one.queue_seconds for one in chunks)
     end = max(one.queue_seconds + one.encode_seconds for one in chunks)
     item.rows = tuple(one.rows for one in chunks)
@@ -102,13 +103,13 @@ def fill(item: Item, chunks: Sequence[Item]) -> None:
 
 
 def rows_of(item: Item) -> Tensor:
-    """[tokens, width] of an encoded item. Concatenates the chunks of a video, which takes too long
-    for the engine's thread."""
+    """The rows [tokens, width] of an encoded item. Concatenates the chunks of a video, which would
+    take too long in the engine's thread."""
     rows: Tensor = torch.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows
 
 
 def fp8_rows_of(item: Item) -> Fp8Rows:
-    """The same of an item with `in_fp8`."""
+    """The same for an item with `in_fp8`."""
     rows: Fp8Rows = Fp8Rows.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows

@@ -1,1 +1,1 @@
-"""Bytes of images and videos -> uint8 patches: decoding, resizing, patchifying."""
+"""Bytes of media -> uint8 patches: decoding, resizing, patchifying."""

@@ -1,7 +1,7 @@
-"""Animated GIF and WebP as videos, from the lengths in their blocks: no pixel is decoded here.
+"""Reads animated GIF and WebP files as videos, from their block headers. Decodes no pixels.
 
-Each frame of such a file is shown for a time of its own. It is read as the video of a constant
-rate that shows the same, so that frames are sampled in time as those of any video.
+Each frame of such a file has its own duration. The file is treated as a video of constant rate that
+shows the same, so that its frames are sampled in time like those of any video.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from actors.errors import InvalidMedia, UnsupportedMedia
 from actors.types import Clip, Size
 
 LEAST_STEP_MS = 10
-"""Between frames of the constant rate; GIF counts time in these units."""
-UNSAID_MS = 100  # of frames that declare 10 ms or less, as browsers show them
-MOST_BLOCKS = 2**20  # of one file, with the parts of their data, to bound the time of reading them
+"""Minimum step of the constant rate, and the unit of time in a GIF."""
+UNSAID_MS = 100  # duration of frames that declare 10 ms or less, as in browsers
+MOST_BLOCKS = 2**20  # per file, sub-blocks included, to bound the time of reading them
 
 EXTENSION, IMAGE, TRAILER, CONTROL = b"!,;\xf9"  # of a GIF
 TO_BACKGROUND = 2  # a frame's disposal: what it covered is cleared
@@ -25,34 +25,35 @@ TO_BACKGROUND = 2  # a frame's disposal: what it covered is cleared
 
 @dataclass(frozen=True, slots=True)
 class Animation:
-    """When its frames are shown."""
+    """The timing of an animation's frames."""
 
     durations_ms: tuple[int, ...]
-    transparent: bool  # some of its pixels may be
+    transparent: bool  # whether some pixels may be transparent
 
     @property
     def step_ms(self) -> int:
-        """From one frame of the constant rate to the next."""
+        """The time between two frames of the constant rate."""
         step = math.gcd(*self.durations_ms)
         return step if step >= LEAST_STEP_MS else LEAST_STEP_MS
 
     def clip(self, size: Size) -> Clip:
-        """The video of a constant rate, of frames of this size."""
+        """The video of constant rate, with frames of this size."""
         return Clip(size, sum(self.durations_ms) // self.step_ms, 1000 / self.step_ms)
 
     def places(self, wanted: list[int]) -> list[int]:
-        """Which frame of the file is shown at each of these frames of the constant rate."""
+        """The index in the file of each of these frames of the constant rate."""
         ends = list(accumulate(self.durations_ms))
         return [bisect_right(ends, index * self.step_ms) for index in wanted]
 
 
 def is_animation(data: bytes) -> bool:
-    """Whether it is a GIF or a WebP, animated or not."""
+    """Whether the data is a GIF or a WebP, animated or not."""
     return data.startswith((b"GIF87a", b"GIF89a")) or data[8:12] == b"WEBP"
 
 
 def read_animation(data: bytes, most_frames: int) -> Animation:
-    """Reads a GIF or WebP, up to `most_frames` + 1. Raises InvalidMedia, UnsupportedMedia."""
+    """Reads at most `most_frames` + 1 frames of a GIF or WebP. Raises InvalidMedia,
+    UnsupportedMedia."""
     name, read = ("WebP", read_webp) if data[8:12] == b"WEBP" else ("GIF", read_gif)
     try:
         durations, transparent = read(data, most_frames)
@@ -65,9 +66,9 @@ def read_animation(data: bytes, most_frames: int) -> Animation:
 
 
 def read_gif(data: bytes, most_frames: int) -> tuple[list[int], bool]:
-    """The milliseconds of each frame, and whether transparent pixels may remain."""
+    """The duration of each frame in milliseconds, and whether transparent pixels may remain."""
     durations: list[int] = []
-    duration, flags, transparent = 0, 0, False  # the first two of the frame that comes
+    duration, flags, transparent = 0, 0, False  # duration and flags are of the next frame
     at, blocks = 13 + palette_bytes(data[10]), 0
     canvas = [number(data, 6), number(data, 8)]
     while blocks < MOST_BLOCKS:
@@ -103,7 +104,7 @@ def number(data: bytes, at: int) -> int:
 
 
 def after_blocks(data: bytes, at: int) -> tuple[int, int]:
-    """The place after these parts, and their number."""
+    """The position after a list of sub-blocks, and their number."""
     for parts in range(1, MOST_BLOCKS + 1):
         if not data[at]:
             return at + 1, parts

@@ -1,4 +1,4 @@
-"""Sound files: reads their length, and decodes them to mono at one rate, with FFmpeg through PyAV.
+"""Reads the length of sound files, and decodes them to mono at one rate, with FFmpeg through PyAV.
 
 Only the containers and codecs listed here are opened. Channels are averaged, then resampled.
 """
@@ -25,12 +25,12 @@ PCM = (
 CODECS = frozenset({*PCM, "flac", "mp3", "vorbis", "opus"})
 DECODERS = CODECS | {"mp3float"}
 CONTAINERS = "WAV, FLAC, MP3 or OGG"
-LEAST_RATE, MOST_RATE, MOST_CHANNELS = 4000, 192_000, 8  # resampling from less costs much
+LEAST_RATE, MOST_RATE, MOST_CHANNELS = 4000, 192_000, 8  # resampling from less is slow
 MOST_PACKETS = 500_000
-"""Each has some milliseconds; a file of more was made to waste CPU time."""
+"""Each packet has some milliseconds; a file with more packets was made to waste CPU time."""
 
-BLOCK_SAMPLES = 2**14  # that are resampled together
-STREAMED = 2**32 - 1  # in place of the size of a WAV that was written to a pipe
+BLOCK_SAMPLES = 2**14  # resampled at a time
+STREAMED = 2**32 - 1  # the declared size of a WAV that was written to a pipe
 
 Samples = npt.NDArray[np.float32]
 
@@ -76,8 +76,8 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def read_seconds(data: bytes, most_seconds: float) -> Fraction:
-    """How long it lasts, exactly, from its packets, without decoding them; what is longer than
-    `most_seconds` is not read to its end. Raises UnsupportedMedia, InvalidMedia."""
+    """The exact duration, from the packets, without decoding them. Reading stops once it is over
+    `most_seconds`. Raises UnsupportedMedia, InvalidMedia."""
     riff = int.from_bytes(data[4:8], "little") if demuxer(data) == "wav" else STREAMED
     if riff != STREAMED and len(data) < LEAST_SHARE * riff:
         raise InvalidMedia(
@@ -91,7 +91,7 @@ def read_seconds(data: bytes, most_seconds: float) -> Fraction:
         for packet in container.demux(stream):
             if not packet.size:
                 continue
-            # Encoders begin with silence of their own, which decoders skip; MP3s end in some, too.
+            # Encoders add silence at the start, and in MP3s at the end; decoders skip it.
             for before, after in map(skips, packet.iter_sidedata()):
                 skipped += before if not ticks else 0
                 skipped += after if container.format.name == "mp3" else 0
@@ -104,7 +104,8 @@ def read_seconds(data: bytes, most_seconds: float) -> Fraction:
             if (ticks * tick - skipped * sample) > most_seconds:
                 break
         else:
-            declared = stream.duration if container.format.name != "mp3" else None  # else a guess
+            # The duration of an MP3 is a guess.
+            declared = stream.duration if container.format.name != "mp3" else None
             if declared and ticks < LEAST_SHARE * declared:
                 raise InvalidMedia(
                     f"the sound ends after {float(ticks * tick):.1f} of the "
@@ -122,8 +123,8 @@ def skips(side_data: Any) -> tuple[int, int]:
 
 
 def decoded(data: bytes, rate: int, count: int) -> Samples:
-    """The sound as so many samples, mono, at `rate`. Raises InvalidMedia if the file is not what
-    `read_seconds` said of it."""
+    """The sound as `count` mono samples at `rate`. Raises InvalidMedia if the file is corrupt, or
+    much shorter than that."""
     parts: list[Samples] = []
     left = count
     with opened(data) as (container, stream):
@@ -132,7 +133,7 @@ def decoded(data: bytes, rate: int, count: int) -> Samples:
             resampled = [part.to_ndarray()[0] for part in resampler.resample(block)]
             parts += resampled
             left -= sum(map(len, resampled))
-            if left < 0:  # the rest is not in the plan
+            if left < 0:  # the plan does not include the rest
                 break
     whole = np.concatenate([*parts, np.zeros(0, np.float32)])
     if len(whole) < LEAST_SHARE * count:
@@ -144,8 +145,8 @@ def decoded(data: bytes, rate: int, count: int) -> Samples:
 
 
 def mono_blocks(container: Any, stream: Any) -> Iterator[Any]:
-    """Frames of BLOCK_SAMPLES or a few more: resampling each packet's alone would take longer."""
-    # Packed, because PyAV reads beyond the planes of 8 channels.
+    """Mono frames of BLOCK_SAMPLES or a few more. Resampling packet by packet would take longer."""
+    # Packed format, because PyAV reads beyond the planes of 8 channels.
     packed, parts = av.AudioResampler("flt"), list[Samples]()
     for frame in container.decode(stream):
         for one in packed.resample(frame):

@@ -1,8 +1,9 @@
 """A decoding process, and the shared memory and messages between it and the replica.
 
-`python -m actors.media.decode_worker SOCKET MEMORY` reads the model from stdin, sends the
-fingerprint of its spec, and decodes what it is sent until the socket closes. Messages are packed by
-msgpack: a process that parses untrusted files must not send anything that runs code when read.
+`python -m actors.media.decode_worker SOCKET MEMORY` takes two file descriptors. It reads the model
+from stdin, sends the fingerprint of its spec, and decodes the items that it is sent until the
+socket closes. Messages are in msgpack, because a process that parses untrusted files must not be
+able to send anything that runs code when read.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item, ItemPlan, Media, ProcessorKwargs, Size
 
 MARK_BYTES, BEGUN = 1, 1
-"""The last byte of a block is set when a process begins the item. Only an item that was begun may
-be the one that ended its process."""
+"""A process sets the last byte of a block when it begins the item. Only an item that was begun can
+have crashed its process."""
 
 MAX_MESSAGE_BYTES = 2**17
 MAX_UNSENT_SECONDS = 0.002  # how long answers wait to be sent together
@@ -66,7 +67,7 @@ log = logging.getLogger(__name__)
 
 
 class Slab(Allocator):
-    """Shared memory between a replica and its decoding processes: files in, patches out, in place.
+    """Shared memory between a replica and its decoding processes. Patches replace files in place.
 
     A block is freed when the last array that refers to it is.
     """
@@ -77,7 +78,7 @@ class Slab(Allocator):
         self.bytes = memoryview(mmap.mmap(self.file, size_bytes))
 
     def write(self, offset: int, size_bytes: int, media: Media) -> None:
-        """Writes an item's files, one after the other, and clears the mark that it was begun."""
+        """Writes an item's files, one after the other, and clears the mark of a begun item."""
         self.bytes[offset + size_bytes - MARK_BYTES] = not BEGUN
         for data in files_of(media):
             self.bytes[offset : offset + len(data)] = data
@@ -87,8 +88,9 @@ class Slab(Allocator):
         return self.bytes[offset + size_bytes - MARK_BYTES] == BEGUN
 
     def item(self, offset: int, plan: ItemPlan, shape: Shape) -> Item:
-        """The item whose patches a process left in this block, which is freed with its arrays."""
-        # A view of a view refers to the array that owns the memory, which is this one.
+        """The item whose patches a process wrote to this block. The block is freed when the item's
+        arrays are."""
+        # The item's arrays are views, which keep a reference to this array.
         whole = np.frombuffer(self.bytes, np.uint8, prod(shape), offset)
         weakref.finalize(whole, self.give_back, offset).atexit = False
         patches, *later = whole.reshape(shape)
@@ -100,7 +102,7 @@ class Slab(Allocator):
 
 
 def size_of(media: Media, shape: Shape) -> int:
-    """The bytes that an item takes: its files, then in their place its patches, and the mark."""
+    """The size of an item's block: its files, which its patches replace, and the mark."""
     return max(sum(map(len, files_of(media))), prod(shape)) + MARK_BYTES
 
 
@@ -109,12 +111,12 @@ def files_of(media: Media) -> Sequence[bytes]:
 
 
 def model_message(options: ModelOptions, files: dict[str, Json | None]) -> bytes:
-    """What a process reads from stdin. `files`: those that the spec is read from."""
+    """The message that a process reads from stdin. `files`: those that the spec is read from."""
     return json.dumps({"options": options.model_dump(), "files": files}).encode()
 
 
 def spec_of(message: bytes) -> ModelSpec:
-    """The replica's spec, without reading the model's files: they may have changed since."""
+    """The replica's spec. Does not read the model's files, which may have changed since."""
     told = json.loads(message)
     return read(ModelOptions.model_validate(told["options"]), Notes(told["files"]))
 
@@ -131,7 +133,7 @@ def order_of(media: Media, offset: int, size_bytes: int) -> Order:
 
 
 def media_of(order: Order, memory: memoryview) -> Media:
-    """Copies an item's files out of its block, and marks it as begun."""
+    """Marks an item as begun, and copies its files out of its block."""
     offset, size_bytes, kind, sizes, plan, shown, alpha, kwargs, whole, prune = order
     memory[offset + size_bytes - MARK_BYTES] = BEGUN
     files, clip = [], None
@@ -171,7 +173,7 @@ def error_of(name: str, text: str) -> ServiceError | None:
 
 
 def packed(values: Sequence[Any]) -> bytes:
-    """Characters of an error that are not valid Unicode become question marks."""
+    """Packs a message. Characters of an error that are not valid Unicode become question marks."""
     message: bytes = msgpack.packb(values, unicode_errors="replace")
     return message
 
@@ -184,7 +186,7 @@ def unpacked(message: bytes) -> tuple[Any, ...]:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the replica
-    # Closing the socket does not end a process that hangs in a file; this does.
+    # A process that hangs in a file does not see its socket close, so the kernel has to kill it.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     torch.set_num_threads(1)
     with socket.socket(fileno=int(sys.argv[1])) as channel:
@@ -198,7 +200,7 @@ def main() -> None:
 def serve(
     patchifier: Patchifier, orders: Sequence[Order], memory: memoryview, channel: socket.socket
 ) -> None:
-    """Decodes these in order. Answers in as few messages as MAX_UNSENT_SECONDS allows."""
+    """Decodes items in order. Answers in as few messages as MAX_UNSENT_SECONDS allows."""
     answers: list[Answer] = []
     sent = monotonic()
     for order in orders:

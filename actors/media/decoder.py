@@ -1,10 +1,10 @@
-"""Decodes media into items: in processes beside the replica or, without any, in its own threads.
+"""Decodes media into items, in separate processes or, without any, in threads of the replica.
 
-Threads that decode take the GIL several times per image, and the GPU thread waits for it; processes
-get files and return patches through shared memory. Each has a thread here, which sends it jobs,
-receives its answers, and replaces it when it exits, hangs, or works for nobody. All of this costs
-110 to 180 us of the replica's CPU per item, an empty call of `concurrent.futures` or `pebble` 240
-to 370 us.
+Decoding threads take the GIL several times per image, and the GPU thread has to wait for it.
+Processes get files and return patches through shared memory instead. Each process has a thread
+here, which sends it jobs, receives its answers, and replaces it when it exits, hangs, or works on
+an item that nobody waits for. This costs 110 to 180 us of the replica's CPU per item; an empty call
+of `concurrent.futures` or `pebble` costs 240 to 370 us.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ log = logging.getLogger("ray.serve")
 
 CHUNK_ITEMS = 8
 CHUNK_PATCHES = 4096
-"""The most that one message asks for, unless one item is larger: some milliseconds of work."""
+"""A message gets no more jobs once it has reached either limit: some milliseconds of work."""
 AHEAD_PATCHES = 4 * CHUNK_PATCHES
-"""A process that has more than this still to do is sent nothing else: others may be free sooner."""
+"""A process with more than this still to do gets no more jobs: others may be free sooner."""
 
 MAX_FRAMES = 8192  # of a video sent as images; a message has room for no more
 
@@ -50,13 +50,13 @@ START_SECONDS = 120
 MAX_FAILED_STARTS = 3
 
 ROOM_SECONDS = 0.01
-"""How often a thread looks for room in a full slab. It cannot be notified, because blocks are given
+"""How often a thread checks a full slab for room. It cannot be notified, because blocks are given
 back by finalizers, which may take no lock. The slab is full only while the GPU is far behind."""
 
 ABANDONED_SECONDS = 5
 """How long a process may go on with an item that nobody waits for any more. Replacing the process
 takes 2 to 3 s of CPU."""
-POLL_SECONDS = 1.0  # how often a thread that waits for an answer looks whether it still should
+POLL_SECONDS = 1.0  # how often a thread that waits for an answer checks whether it still should
 
 STOPPING = "this encoder is stopping: try again"
 FATAL = (
@@ -75,12 +75,13 @@ class Job(Future[Item]):
         self.submitted = monotonic()
         self.offset = 0  # of its block in the slab, while a process has it
         self.suspected = False  # its process was lost after it was begun: it is retried once, alone
-        self.abandoned: float | None = None  # when nobody waited for it any more
+        self.abandoned: float | None = None  # when it was cancelled
         self.patches = media.plan.patches + len(media.frames)
-        """A measure of the work: frames that came as images are decoded one by one."""
+        """An estimate of the work. Frames that came as images count, because each is decoded by
+        itself."""
 
     def cancel(self) -> bool:
-        """False: it was begun. Then its process is replaced if it takes much longer."""
+        """False: it has begun. Its process is then replaced if it takes much longer."""
         self.abandoned = monotonic()
         return super().cancel()
 
@@ -93,16 +94,16 @@ class DecodeProcess:
     """A decoding process, and the jobs that it has not answered yet, in order."""
 
     def __init__(self, model: bytes, slab: int, most_seconds: float) -> None:
-        """Returns when it has started. `slab`: the file that it maps."""
+        """Returns when it has started. `slab`: the descriptor of the file that it maps."""
         self.jobs: deque[Job] = deque()
         self.overdue: Job | None = None
-        """What it is to be replaced for."""
+        """The job that takes too long, which is why the process is to be replaced."""
         self.starved = False
-        """It hardly ran while `overdue` took so long: the machine may be to blame for it."""
+        """Whether it got little CPU time meanwhile, so that the machine may be to blame."""
         self.process, self.channel = launch(model, slab)
         self._wait_at_most(START_SECONDS)
         self.fingerprint = ""
-        """Of the spec, as the process read it. Empty: it did not start."""
+        """Fingerprint of the spec that the process read. Empty: it did not start."""
         with suppress(BlockingIOError):
             self.fingerprint = "".join(map(str, self._message()))
         self.most_seconds = most_seconds
@@ -110,7 +111,7 @@ class DecodeProcess:
 
     @property
     def wants_more(self) -> bool:
-        """Whether to send it more jobs now, so that it does not run dry."""
+        """Whether to send it more jobs now, so that it is never idle."""
         if not self.jobs:
             return True
         if len(self.jobs) > CHUNK_ITEMS or self.jobs[0].suspected:
@@ -118,26 +119,24 @@ class DecodeProcess:
         return sum(job.patches for job in self.jobs) < AHEAD_PATCHES
 
     def send(self, jobs: list[Job], slab: Slab) -> None:
-        """Jobs that have blocks. Messages are small and few: it does not block."""
+        """Sends jobs that have blocks. Does not block, because messages are small and few."""
         self.jobs += jobs
         for job in jobs:
             slab.write(job.offset, job.size_bytes, job.media)
         orders = [decode_worker.order_of(job.media, job.offset, job.size_bytes) for job in jobs]
-        with suppress(OSError):  # it has ended, which `receive` tells
+        with suppress(OSError):  # it has exited, which `receive` reports
             self.channel.send(decode_worker.packed(orders))
 
     def receive(self, slab: Slab) -> tuple[Any, ...]:
-        """The values of its next message. Empty: it exited, sent something else, or takes too long.
-
-        In the last case `overdue` is the item that it works on, if it has begun any.
-        """
+        """The values of its next message. Empty: it exited, sent an invalid message, or takes too
+        long. In the last case, `overdue` is the job that it is working on, if it has begun any."""
         began, polled = monotonic(), None
         while True:
             try:
                 return self._message()
             except BlockingIOError:
                 job, now, run = self._begun_last(slab), monotonic(), cpu_seconds(self.process.pid)
-                polled = polled or (now, run)  # not before: few messages take that long
+                polled = polled or (now, run)  # only now, because few messages take that long
                 since = max(began, job.abandoned) if job and job.abandoned else now
                 if now - since >= ABANDONED_SECONDS or now - began >= self.most_seconds:
                     self.overdue = job
@@ -145,12 +144,13 @@ class DecodeProcess:
                     return ()
 
     def _begun_last(self, slab: Slab) -> Job | None:
-        """What it works on: those before are done, but their answers may not have been sent."""
+        """The job it is working on. Earlier ones are done, even if they are not answered yet."""
         begun = [job for job in self.jobs if slab.begun(job.offset, job.size_bytes)]
         return begun[-1] if begun else None
 
     def _message(self) -> tuple[Any, ...]:
-        """Empty: it exited, or sent something else. Raises BlockingIOError if none arrives."""
+        """The values of the next message. Empty: it exited, or sent an invalid one. Raises
+        BlockingIOError if none arrives in time."""
         try:
             return decode_worker.unpacked(self.channel.recv(decode_worker.MAX_MESSAGE_BYTES))
         except BlockingIOError:
@@ -165,21 +165,21 @@ class DecodeProcess:
         self.channel.close()
 
     def _wait_at_most(self, seconds: float) -> None:
-        # Not settimeout, which polls before it reads: that releases the GIL twice.
+        # Not settimeout, because it polls before it reads, and so releases the GIL twice.
         whole, part = divmod(seconds, 1)
         timeout = struct.pack("ll", int(whole), int(part * 1e6))
         self.channel.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
 
 
 def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """decode_worker, and our end of its socket."""
+    """Starts decode_worker. Returns it, and our end of its socket."""
     ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with its, os.fdopen(os.memfd_create("model"), "w+b") as stdin:
         stdin.write(model)
         stdin.seek(0)
         files = its.fileno(), slab
-        # A program of its own. Not a fork: the replica has CUDA, Ray and threads. Nor one of
-        # multiprocessing's, which would import Ray, as the replica's main module does.
+        # A separate program. Not a fork, because the replica has CUDA, Ray and threads. Not
+        # multiprocessing, which would import the replica's main module and with it Ray.
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", decode_worker.__name__, *map(str, files)],
             stdin=stdin,
@@ -195,7 +195,7 @@ def launch(model: bytes, slab: int) -> tuple[subprocess.Popen[bytes], socket.soc
 
 
 def cpu_seconds(pid: int) -> float:
-    """That a process has run, all threads together (man 5 proc_pid_stat: utime and stime)."""
+    """CPU time of all threads of a process (man 5 proc_pid_stat: utime and stime)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -207,8 +207,8 @@ class Decoder:
     """Decodes media for one replica. `submit` may be called from any thread."""
 
     def __init__(self, options: ActorOptions, series: EncoderMetrics) -> None:
-        """Starts processes if there are to be any, but does not wait for them. Raises
-        CheckpointError; StartError where the system has no memfd_create."""
+        """Starts processes if any are configured, but does not wait for them. Raises
+        CheckpointError, and StartError if the system has no memfd_create."""
         files = Noted(find(options.model))
         self.patchifier = patchifier_of(read(options.model, files))
         self.texts = Texts(self.patchifier.spec) if self.patchifier.spec.text else None
@@ -220,7 +220,7 @@ class Decoder:
         self._changed = Condition(self._lock)  # `_started` or `_failure`
         self._waiting: deque[Job] = deque()
         self._idle: list[Condition] = []  # of each thread that waits for jobs
-        self._woken = 0  # threads that were told of a job and have not looked yet
+        self._woken = 0  # threads that were notified of a job and have not looked yet
         self._started = 0
         self._closing = False
         self._failure: ServiceError | None = None  # why no process decodes any more
@@ -230,7 +230,7 @@ class Decoder:
             if not hasattr(os, "memfd_create"):
                 raise StartError("preprocess.processes needs Linux: set it to 0")
             self._slab = slab = Slab(options.preprocess.shared_bytes)
-            # The kernel ends a process when the thread that started it ends.
+            # Each thread starts its own process: the kernel kills a process with that thread.
             self._threads = [
                 Thread(target=self._run, args=(slab,), name=f"decode-{index}", daemon=True)
                 for index in range(options.preprocess.processes)
@@ -253,10 +253,11 @@ class Decoder:
         )
 
     def submit(self, media: Media) -> Future[Item]:
-        """Fails with a ServiceError. Cancelling drops an item that has not been begun.
+        """Queues an item. The future completes with the decoded item, whose decode_queue_seconds
+        and preprocess_seconds are filled in, or fails with a ServiceError.
 
-        The item's decode_queue_seconds and preprocess_seconds are filled in. Raises Unavailable
-        once this decoder is closed, or cannot start its processes any more.
+        Cancelling the future drops an item that has not begun. Raises Unavailable once this decoder
+        is closed, or cannot start its processes any more.
         """
         size_bytes = size_of(media, self.patchifier.shape(media.plan))
         slab = self._slab
@@ -273,7 +274,7 @@ class Decoder:
         return job
 
     def alive(self) -> bool:
-        """False: its processes do not start any more, or it is closed."""
+        """False: its processes cannot be started any more, or it is closed."""
         return self._failure is None
 
     def close(self) -> None:
@@ -308,7 +309,7 @@ class Decoder:
         return item
 
     def _run(self, slab: Slab) -> None:
-        """The thread of one process."""
+        """Runs in the thread of one process."""
         process = None
         try:
             process = self._start(slab)
@@ -318,7 +319,7 @@ class Decoder:
                     process = self._start(slab)
         except ServiceError as error:
             self._fail(error)
-        except Exception as error:  # a bug; nobody may wait for ever because of it
+        except Exception as error:  # a bug; fail all jobs, so that nobody waits for ever
             log.critical("a thread of the decoding processes ended", exc_info=error)
             self._fail(Unavailable(f"this encoder cannot decode any more: {error!r}"))
         finally:
@@ -328,7 +329,7 @@ class Decoder:
                     job.set_exception(self._failure or Unavailable(STOPPING))
 
     def _start(self, slab: Slab) -> DecodeProcess:
-        """A new process. Raises Unavailable if none starts, StartError if it has another model."""
+        """Starts a process. Raises Unavailable if none starts, StartError if its spec differs."""
         expected = self.patchifier.spec.fingerprint
         for _ in range(MAX_FAILED_STARTS):
             process = DecodeProcess(self._model, slab.file, self._file_seconds)
@@ -349,7 +350,7 @@ class Decoder:
         raise Unavailable(f"processes that decode ended {MAX_FAILED_STARTS} times at start")
 
     def _feed(self, process: DecodeProcess, slab: Slab) -> bool:
-        """Sends jobs to a process. Waits while there are none. False: closed, and all is done."""
+        """Sends jobs to a process. Waits until there are some. False: closed, and all is done."""
         while process.wants_more and (chunk := self._next(process, slab)):
             process.send(chunk, slab)
         return bool(process.jobs)
@@ -360,14 +361,14 @@ class Decoder:
         with self._changed:
             while True:
                 if process.jobs and (self._idle or self._woken):
-                    return []  # others have nothing to do
+                    return []  # leave the jobs to processes that are idle
                 chunk = self._take(process, slab)
                 done = not self._waiting and (self._closing or self._failure)
                 if chunk or process.jobs or done:
                     return chunk
                 self._idle.append(turn)
                 turn.wait(ROOM_SECONDS if self._waiting else None)
-                if turn in self._idle:  # not woken
+                if turn in self._idle:  # timed out
                     self._idle.remove(turn)
                 else:
                     self._woken -= 1
@@ -390,7 +391,7 @@ class Decoder:
             job = self._waiting[0]
             if not job.abandoned:
                 if job.suspected and (chunk or process.jobs):
-                    break  # a process without jobs takes it
+                    break  # only a process without jobs may take it
                 offset = slab.take(job.size_bytes)
                 if offset is None:
                     break
@@ -415,7 +416,7 @@ class Decoder:
                     process.jobs
                 ):
                     if not process.jobs[0].submitted <= began <= now:
-                        return False  # it would spoil the metrics
+                        return False  # impossible, and would spoil the metrics
                     job = process.jobs.popleft()
                     if error := decode_worker.error_of(name, text):
                         slab.give_back(job.offset)
@@ -429,8 +430,11 @@ class Decoder:
         return bool(answers)
 
     def _take_back(self, process: DecodeProcess, slab: Slab) -> None:
-        """Ends a process. Its jobs return to the front of the queue, except the one that took too
-        long. If the process exited, those begun are suspected; if it hardly ran, the one is."""
+        """Kills a process and returns its jobs to the front of the queue.
+
+        The overdue job fails instead; if the process was starved, it is suspected and retried once.
+        If the process exited, begun jobs are suspected; those that were suspected before fail.
+        """
         process.end()
         overdue = process.overdue
         if overdue and overdue.abandoned:
@@ -460,7 +464,7 @@ class Decoder:
             self._wake_all()
 
     def _fail(self, error: ServiceError) -> None:
-        """Takes no more jobs, and refuses those that wait."""
+        """Rejects waiting jobs, and all later ones."""
         with self._changed:
             self._failure = self._failure or error
             refused, self._waiting = self._waiting, deque()

@@ -1,8 +1,8 @@
-"""Compressed bytes to an Item: decode to upright RGB, then cut into the patches of the family.
+"""Turns compressed bytes into an Item: decodes to upright RGB, then cuts the family's patches.
 
-Pixels equal those of transformers' load_image, bit for bit, where it is right: transparent images
-are composited (preprocess.alpha), and grey of more than 8 bits is scaled, not cut off at 255.
-Limits on bytes and pixels have been checked on the header (encoder_service/intake/media.py).
+Pixels equal those of transformers' load_image, bit for bit, with two exceptions. Transparent images
+are composited (preprocess.alpha), and grey of more than 8 bits is scaled, not clipped at 255.
+Limits on bytes and pixels are checked before, on the header (encoder_service/intake/media.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from actors.types import Alpha, Clip, Item, Media
 Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
-"""What Pillow may open (as JPEG also MPO): bitmaps, and no format that runs an interpreter."""
+"""Formats that Pillow may open (JPEG includes MPO): bitmaps only, none that runs an interpreter."""
 BITS_PER_SAMPLE, PHOTOMETRIC, WHITE_IS_ZERO = 258, 262, 0  # tags of TIFF
 
 register_heif_opener(thumbnails=False, depth_images=False, aux_images=False, decode_threads=1)
@@ -97,7 +97,7 @@ def decode(data: bytes, alpha: Alpha = "drop") -> Tensor:
 
 
 def animation_frames(data: bytes, clip: Clip, wanted: list[int], alpha: Alpha) -> Iterator[Pixels]:
-    """The wanted frames of a GIF or WebP, which ascend, one at a time. Raises as `decode` does."""
+    """Decodes frames of a GIF or WebP, one at a time. `wanted` ascends. Raises as `decode` does."""
     places = read_animation(data, clip.frames).places(wanted)
     with decoding(), Image.open(BytesIO(data), formats=("GIF", "WEBP")) as image:
         for place in places:
@@ -109,7 +109,7 @@ def animation_frames(data: bytes, clip: Clip, wanted: list[int], alpha: Alpha) -
 
 
 def shown(image: Image.Image, alpha: Alpha) -> Pixels:
-    """The current frame, upright."""
+    """The current frame, upright, as RGB."""
     tags = getattr(image, "tag_v2", {})  # of a TIFF
     return np.array(opaque(eight_bits(ImageOps.exif_transpose(image), tags), alpha))
 
@@ -132,10 +132,11 @@ def decoding() -> Iterator[None]:
 
 
 def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
-    """Grey of 16 or 32 bits or of floats as 8 bits; other images as they are.
+    """Converts grey images of 16 bits, 32 bits or floats to 8 bits. Returns others unchanged.
 
-    16 bits are scaled by their whole range. Wider samples have no usual range: theirs is 255, 65535
-    or, for floats, 1, the first that holds them. Raises UnsupportedMedia if none does.
+    16-bit samples are scaled by their whole range. Wider samples have no usual range, so the first
+    of these that holds them is assumed: for integers 255 or 65535, for floats 1 or 255. Raises
+    UnsupportedMedia if none does.
     """
     if image.mode != "F" and not image.mode.startswith("I"):
         return image
@@ -162,12 +163,12 @@ def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
 
 
 def opaque(image: Image.Image, alpha: Alpha) -> Image.Image:
-    """As RGB."""
+    """Converts an image to RGB, on the background `alpha`."""
     if alpha == "drop" or not image.has_transparency_data:
         # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
         image.info.pop("transparency", None)
         return image.convert("RGB")
-    if image.mode == "La":  # of colours that are multiplied by alpha Pillow converts only this way
+    if image.mode == "La":  # premultiplied alpha, which Pillow converts only to LA
         image = image.convert("LA")
     image = image.convert("RGBA")
     canvas = Image.new("RGB", image.size, alpha)
@@ -176,7 +177,7 @@ def opaque(image: Image.Image, alpha: Alpha) -> Image.Image:
 
 
 def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:
-    """Decodes faster than Pillow. None: not an RGB or grey JPEG, or damaged."""
+    """Decodes a JPEG faster than Pillow. None: it is not an RGB or grey JPEG, or is damaged."""
     if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
         return None
     try:
@@ -194,6 +195,6 @@ def upright(pixels: Pixels, orientation: Any) -> Pixels:
         pixels = pixels[::-1]
     if orientation in (2, 3, 6, 7):
         pixels = pixels[:, ::-1]
-    # A copy in any case: numpy calls a side of one pixel contiguous even if its stride is negative,
-    # which torch does not take.
+    # Always copied, because numpy calls a side of one pixel contiguous even if its stride is
+    # negative, which torch does not accept.
     return pixels.copy() if orientation in (2, 3, 4, 5, 6, 7, 8) else pixels

@@ -1,7 +1,7 @@
-"""Sounds to log-mel frames, and frames to patches.
+"""Converts sounds to log-mel frames, and frames to patches.
 
 transformers: WhisperFeatureExtractor, and, for conformers, Phi4MultimodalFeatureExtractor,
-ParakeetFeatureExtractor and Gemma4AudioFeatureExtractor, each of a sound alone.
+ParakeetFeatureExtractor and Gemma4AudioFeatureExtractor, each with a batch of one sound.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from actors.spec.audio import (
 
 Values = npt.NDArray[np.float64]
 
-FLOOR = 1e-10  # of the power, before its logarithm
-RANGE = 8.0  # below the loudest value, in decades; what is quieter is raised to it
+FLOOR = 1e-10  # minimum of the power, before its logarithm
+RANGE = 8.0  # decades below the loudest value, to which quieter values are raised
 LINEAR_HZ, LINEAR_MELS = 1000.0, 15.0  # Slaney's scale is linear up to here, then logarithmic
 MELS_PER_LOG = 27 / np.log(6.4)
-BEND_HZ = 700.0  # of the scales of HTK and Kaldi, which are the same but for a factor
+BEND_HZ = 700.0  # of the mel scales of HTK and Kaldi, which differ only by a factor
 
 PREEMPHASIS = 0.97  # of Phi-4 and Parakeet
-WINDOW = 400  # samples of theirs, of what a frame is computed from
-INT16 = 32768  # Phi-4 hears samples of this scale
-PHI4_HZ = 7690.0  # where its mels end
-GUARD = 2.0**-24  # Parakeet's, within the logarithm
+WINDOW = 400  # samples that a frame of theirs is computed from
+INT16 = 32768  # the scale of Phi-4's samples
+PHI4_HZ = 7690.0  # the upper end of its mel filters
+GUARD = 2.0**-24  # added by Parakeet within the logarithm
 EPSILON = 1e-5  # added to Parakeet's standard deviation
-GEMMA4_FLOOR = 1e-3  # within the logarithm
+GEMMA4_FLOOR = 1e-3  # added within the logarithm
 
 
 def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
@@ -63,7 +63,7 @@ def log_mel(samples: Tensor, sizing: AudioSizing) -> Tensor:
 
 def cut_positions(frames: Tensor) -> Tensor:
     """[windows, mels, frames] to [windows, positions, SEEN_FRAMES x mels]: the frames that each
-    position sees, those beyond the window BEYOND, frame after frame."""
+    position sees, one after the other. Frames beyond the window have the value BEYOND."""
     before = SEEN_FRAMES // 2
     around = F.pad(frames, (before, before - 1), value=BEYOND).unfold(2, SEEN_FRAMES, STRIDE)
     return around.permute(0, 2, 3, 1).flatten(2)
@@ -85,7 +85,7 @@ def phi4_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
 
 
 def parakeet_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
-    """Each mel normalised over the sound."""
+    """Each mel is normalised over the whole sound."""
     spectrum = torch.stft(
         torch.cat([samples[:1], samples[1:] - PREEMPHASIS * samples[:-1]]),
         sizing.fft,
@@ -102,7 +102,8 @@ def parakeet_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
 
 
 def gemma4_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
-    """In float64 from the spectrum on. The first frame begins half its length before the sound."""
+    """Computes in float64 from the spectrum on. The first frame starts half its length before the
+    sound."""
     length = 2 * sizing.hop
     frames = F.pad(samples, (length // 2, 0)).unfold(0, length, sizing.hop)
     window = torch.hann_window(length, dtype=torch.float64).float()
@@ -118,8 +119,8 @@ FRAMES: dict[Features, Callable[[Tensor, ConformerSizing], Tensor]] = {
 
 
 def cut_conformer(frames: Tensor, positions: int, sizing: ConformerSizing) -> Tensor:
-    """[frames, mels] to [positions, seen frames x mels]: the frames that each position sees, those
-    before and after the sound BEYOND, frame after frame."""
+    """[frames, mels] to [positions, seen frames x mels]: the frames that each position sees, one
+    after the other. Frames before and after the sound have the value BEYOND."""
     before = sizing.stride - 1
     after = positions * sizing.stride - len(frames)
     padded = F.pad(frames, (0, 0, before, after), value=BEYOND)
@@ -128,7 +129,7 @@ def cut_conformer(frames: Tensor, positions: int, sizing: ConformerSizing) -> Te
 
 @lru_cache
 def kaldi_filters(sizing: ConformerSizing) -> Tensor:
-    """float32 [frequencies, mels]: triangles on the scale of mels."""
+    """float32 [frequencies, mels]: triangles on the mel scale."""
     edges = np.linspace(0, bent(np.array(PHI4_HZ)), sizing.mels + 2)
     return torch.from_numpy(triangles(edges, bent(frequencies(sizing))).T.astype(np.float32))
 
@@ -150,7 +151,7 @@ def bent(frequency: Values) -> Values:
 
 @lru_cache
 def mel_filters(rate: int, fft: int, mels: int) -> Tensor:
-    """float32 [mels, frequencies]: triangles of equal area between 0 and half the rate, by Slaney;
+    """float32 [mels, frequencies]: Slaney's triangles of equal area, from 0 to half the rate.
     transformers.audio_utils: mel_filter_bank."""
     edges = hertz(np.linspace(0, mels_of(rate / 2), mels + 2))
     areas = (edges[2:] - edges[:-2])[:, None] / 2
@@ -159,7 +160,7 @@ def mel_filters(rate: int, fft: int, mels: int) -> Tensor:
 
 
 def triangles(edges: Values, places: Values) -> Values:
-    """[mels, places]: of height 1, each from an edge to the next but one."""
+    """[mels, places]: triangles of height 1, each from one edge to the next but one."""
     ramps = edges[:, None] - places
     widths = np.diff(edges)[:, None]
     return np.maximum(0, np.minimum(-ramps[:-2] / widths[:-1], ramps[2:] / widths[1:]))

@@ -1,7 +1,7 @@
-"""From decoded pixels to the patches of an item: one patchifier per kind of sizing.
+"""Cuts decoded pixels into the patches of an item, with one patchifier per kind of sizing.
 
-Needs the spec alone, no weights and no tower, so that decoder processes can run it. Patches are
-uint8 [patches, 3 x patch x patch], resized but not normalised; of sounds the bytes of float32.
+Needs only the spec, no weights and no tower, so that decoder processes can run it. Patches are
+uint8 [patches, 3 x patch x patch], resized but not normalised; for sounds, the bytes of float32.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ CACHED_GRIDS = 256
 CACHED_KWARGS = 64
 
 Shape = tuple[int, int, int]
-"""Frames of a patch, patches, bytes. Videos whose groups have two frames have two of each patch."""
+"""Frames per group, patches, bytes per patch. Videos may have groups of two frames."""
 
 
 class Patchifier(ABC):
-    """Patchifies the images and videos of one model, from any thread."""
+    """Patchifies the media of one model. Thread-safe."""
 
     sizing: Any  # of the kind that the subclass is for
 
@@ -68,7 +68,7 @@ class Patchifier(ABC):
         )
 
     def asked(self, kind: Kind, kwargs: ProcessorKwargs) -> Patchifier:
-        """The patchifier of items whose request says this."""
+        """The patchifier for items whose request sets these values."""
         found: Patchifier = self if kwargs == NO_KWARGS else self._asked(kind, kwargs)
         return found
 
@@ -77,7 +77,7 @@ class Patchifier(ABC):
         return self.spec.sizing.plan(size_of(image)), self.patches(image)
 
     def example(self) -> tuple[ItemPlan, Tensor]:
-        """As `patchify`, of a small item."""
+        """As `patchify`, for a small item."""
         return self.patchify(torch.full((3, 64, 64), 128, dtype=torch.uint8))
 
     @abstractmethod
@@ -85,8 +85,8 @@ class Patchifier(ABC):
         """The patches of an image."""
 
     def patchify_video(self, clip: Clip, frames: Iterable[Tensor]) -> Item:
-        """An item from decoded frames, uint8 [3, height, width], as `video.indices` chose them.
-        Takes them one by one: at most one is held as it was decoded."""
+        """An item from the frames that `video.indices` chose, decoded: uint8 [3, height, width].
+        Consumes them one by one, so that at most one decoded frame is in memory."""
         assert self.spec.video, "a video for a model that takes none. This is a bug."
         size = self.spec.video.resized(clip.size, clip.frames)
         patches = torch.cat([self.frame(frame, size) for frame in frames])
@@ -136,7 +136,7 @@ class PairPatchifier(BlockPatchifier):
 
 
 class WindowedPatchifier(PairPatchifier):
-    """As PairPatchifier, window by window within each grid (Qwen2.5-VL)."""
+    """As PairPatchifier, with patches in the order of the windows of each grid (Qwen2.5-VL)."""
 
     sizing: WindowedSizing
 
@@ -151,7 +151,7 @@ class WindowedPatchifier(PairPatchifier):
 
 
 class FloatPatchifier(PairPatchifier):
-    """As PairPatchifier, resized in floats (Nemotron-H Omni)."""
+    """As PairPatchifier, but resizes in floats (Nemotron-H Omni)."""
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
         resized = in_floats(frame, size, self.spec.resample, antialias=True)
@@ -159,7 +159,7 @@ class FloatPatchifier(PairPatchifier):
 
 
 class CanvasPatchifier(PairPatchifier):
-    """As PairPatchifier, on a canvas of zeros: the picture is in its upper left (GLM-5-next)."""
+    """As PairPatchifier, with the picture in the upper left of a canvas of zeros (GLM-5-next)."""
 
     sizing: CanvasSizing
 
@@ -220,7 +220,7 @@ class CropsPatchifier(BlockPatchifier):
 
 
 class TilePatchifier(Patchifier):
-    """Tiles in raster order, after or before the overview; of a video one tile per frame."""
+    """Tiles in raster order, after or before the overview. Videos have one tile per frame."""
 
     sizing: TileSizing
 
@@ -232,7 +232,7 @@ class TilePatchifier(Patchifier):
         return torch.cat([overview, patches] if first else [patches, overview])
 
     def tiles(self, image: Tensor) -> Tensor:
-        """Without the overview."""
+        """The patches of the tiles, without the overview."""
         sizing, size = self.sizing, size_of(image)
         rows, columns = sizing.layout(size)
         left, above = sizing.corner(size)
@@ -280,7 +280,7 @@ class AnyresPatchifier(Patchifier):
         return torch.cat([self.frame(tile, Size(side, side)) for tile in tiles])
 
     def frame(self, frame: Tensor, size: Size) -> Tensor:
-        """The middle of a frame that is resized to more than a picture."""
+        """Resizes a frame and crops its centre to the size of a picture."""
         side, whole = self.sizing.picture_pixels, self.sizing.tile_pixels
         left, above = (size.width - side) // 2, (size.height - side) // 2
         tile = resize(frame, size, self.spec.resample)[:, above:, left:]
@@ -334,7 +334,7 @@ class CropPatchifier(Patchifier):
         return torch.cat(parts)
 
     def whole(self, image: Tensor) -> Tensor:
-        """Padded to a square with the mean's colour: uint8 [3, side, side]."""
+        """The whole image, padded to a square with the mean colour: uint8 [3, side, side]."""
         sizing, size = self.sizing, size_of(image)
         picture = resize(image, sizing.whole(size), self.spec.resample)
         return framed(picture, sizing.corner(size), sizing.image_pixels, self.spec)
@@ -348,7 +348,7 @@ class WindowPatchifier(Patchifier):
     def patches(self, image: Tensor) -> Tensor:
         sizing, mode = self.sizing, self.spec.resample
         windows = sizing.windows(size_of(image))
-        if windows.shown.width == windows.shown.height:  # pads nothing unless it is thin
+        if windows.shown.width == windows.shown.height:  # a no-op unless the image is thin
             longer = max(image.shape[1:])
             image = padded(image, longer - image.shape[2], longer - image.shape[1])
         shown = resize(image, windows.shown, mode)
@@ -368,7 +368,7 @@ class WindowPatchifier(Patchifier):
 
 
 class AudioPatchifier(Patchifier):
-    """The log-mel frames that each position of a sound sees. A sound is float32 [1, 1, samples],
+    """The log-mel frames that each position of a sound sees. Sounds are float32 [1, 1, samples],
     mono, at the sizing's rate."""
 
     sizing: AudioSizing
@@ -394,7 +394,7 @@ class ChunkPatchifier(AudioPatchifier):
 
 
 class ConformerPatchifier(AudioPatchifier):
-    """The log-mel frames that each position of a sound sees, in conformers."""
+    """The log-mel frames that each position of a sound sees, for conformers."""
 
     sizing: ConformerSizing
 
@@ -451,9 +451,8 @@ def size_of(image: Tensor) -> Size:
 
 
 def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
-    """uint8 [3, height, width] to another height and width, with antialiasing. Equal to
-    transformers' torchvision backend on the CPU, bit for bit; Lanczos, which not every torch has,
-    to its Pillow backend."""
+    """Resizes uint8 [3, height, width] with antialiasing. Equals transformers' torchvision backend
+    on the CPU, bit for bit. Lanczos, which not every torch has, equals its Pillow backend."""
     if image.shape[1:] == (size.height, size.width):
         return image
     if mode == "lanczos":
@@ -466,19 +465,20 @@ def resize(image: Tensor, size: Size, mode: Resample = "bicubic") -> Tensor:
 
 
 def unsmoothed(image: Tensor, size: Size) -> Tensor:
-    """As `in_floats`, bilinearly and without antialiasing."""
+    """As `in_floats`, bilinear and without antialiasing."""
     return in_floats(image, size, "bilinear", antialias=False)
 
 
 def in_floats(image: Tensor, size: Size, mode: str, *, antialias: bool) -> Tensor:
-    """As `resize`, but rounds once, at the end, as transformers does not."""
+    """As `resize`, but computes in floats like transformers, and rounds the result to bytes, which
+    transformers does not."""
     shape = size.height, size.width
     resized = F.interpolate(image[None].float(), shape, mode=mode, antialias=antialias)[0]
     return resized.round_().clamp_(0, 255).byte()
 
 
 def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec) -> Tensor:
-    """On a square of the mean's colour: uint8 [3, side, side]."""
+    """Puts a picture on a square of the mean colour: uint8 [3, side, side]."""
     ground = torch.tensor([int(value * 255) for value in spec.mean], dtype=torch.uint8)
     canvas = ground[:, None, None].repeat(1, side, side)
     left, top = corner
@@ -487,20 +487,20 @@ def framed(picture: Tensor, corner: tuple[int, int], side: int, spec: ModelSpec)
 
 
 def squares(canvas: Tensor, rows: int, columns: int) -> Tensor:
-    """[3, height, width] cut into so many rows and columns: [rows x columns, 3, side, side], or
-    not square."""
+    """Cuts [3, height, width] into rows x columns equal parts: [rows x columns, 3, height, width],
+    in raster order."""
     grid: Tensor = canvas.unflatten(2, (columns, -1)).unflatten(1, (rows, -1))
     return grid.permute(1, 3, 0, 2, 4).flatten(0, 1)
 
 
 def padded(image: Tensor, right: int, below: int) -> Tensor:
-    """With zeros on the right and below; negative numbers crop."""
+    """Pads with zeros on the right and below. Negative numbers crop."""
     return F.pad(image, (0, right, 0, below)) if right or below else image
 
 
 def cut_blocks(image: Tensor, patch: int, merge: int) -> Tensor:
-    """uint8 [3, height, width] to patches, in the order of its merge blocks. Zeros pad the image on
-    the right and below to whole ones."""
+    """Cuts uint8 [3, height, width] into patches, in the order of merge blocks. The image is padded
+    with zeros, on the right and below, to whole blocks."""
     block = patch * merge
     whole = padded(image, -image.shape[2] % block, -image.shape[1] % block)
     rows, columns = whole.shape[1] // block, whole.shape[2] // block
@@ -512,8 +512,9 @@ def unrepeated(patches: Bytes, grid: Grid, merge: int) -> npt.NDArray[np.bool_]:
     """Which merge blocks of an image to keep, in raster order, by PixelPrune's exact rule
     (https://arxiv.org/abs/2604.00886): those that differ from the neighbour that predicts them.
 
-    That is the left one, in the first column the one above. Where the left one equals the one above
-    it, which differs from its right neighbour, an edge runs down: there it is also the one above.
+    The predictor is the left neighbour, or the one above in the first column. It is also the one
+    above where a vertical edge is likely: the left neighbour equals the block above it, and that
+    block differs from its own right neighbour.
     """
     _, rows, columns = grid
     blocks: npt.NDArray[Any] = patches.reshape(rows // merge, columns // merge, -1)
@@ -530,15 +531,15 @@ def unrepeated(patches: Bytes, grid: Grid, merge: int) -> npt.NDArray[np.bool_]:
 
 
 def cut_tiles(canvas: Tensor, sizing: TileSizing) -> Tensor:
-    """uint8 [3, height, width] of whole tiles to patches, tile by tile."""
+    """Cuts uint8 [3, height, width], made of whole tiles, into patches, tile by tile."""
     patch, merge = sizing.patch_size, sizing.merge_size
     side = (sizing.side_patches // merge, merge, patch)
     parts = canvas.unflatten(2, (-1, *side)).unflatten(1, (-1, *side))
-    # Tile, block, patch of a block: each row, then column; then channel, row, column of pixels.
+    # Row and column of the tile, of the block and of the patch; then channel, row and column.
     return contiguous(parts.permute(1, 5, 2, 6, 3, 7, 0, 4, 8)).view(-1, 3 * patch**2)
 
 
 def contiguous(pixels: Tensor) -> Tensor:
-    """By numpy, which takes half of torch's time and only this thread: torch would start threads of
-    its own in each thread that decodes."""
+    """Uses numpy, which takes half of torch's time and only this thread. Torch would start its own
+    threads in each decoding thread."""
     return torch.from_numpy(np.ascontiguousarray(pixels.numpy()))

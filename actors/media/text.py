@@ -1,4 +1,4 @@
-"""Texts become token ids, padded to the length of the text tower, by the model's own tokenizer."""
+"""Tokenizes texts with the model's own tokenizer, padded to the length of the text tower."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from actors.types import Item, Media
 
 
 class Texts:
-    """The tokenizer of a model that takes texts. For any thread."""
+    """The tokenizer of a model that takes texts. Thread-safe."""
 
     def __init__(self, spec: ModelSpec) -> None:
         """Raises CheckpointError."""
@@ -23,10 +23,11 @@ class Texts:
         check_files(spec)
         self.tokenizer = read_tokenizer(spec.id, spec.revision)
         check_tokens(spec, len(self.tokenizer))
-        self._lock = Lock()  # tokenizers keep how they pad as state
+        self._lock = Lock()  # tokenizers keep their padding as state
 
     def item(self, media: Media) -> Item:
-        """Its patches are the ids: uint8 [tokens, 4]. Raises InvalidRequest for a long text."""
+        """An item whose patches are the token ids, uint8 [tokens, 4]. Raises InvalidRequest if the
+        text is too long."""
         most = media.plan.patches
         with self._lock:
             found = self.tokenizer(media.data.decode(), padding="max_length", max_length=most)
@@ -39,7 +40,7 @@ class Texts:
 
 
 def check_files(spec: ModelSpec) -> None:
-    """Raises CheckpointError if there is no vocabulary: transformers makes an empty one."""
+    """Raises CheckpointError if there is no vocabulary: transformers would make an empty one."""
     files = find(ModelOptions(id=spec.id, revision=spec.revision))
     if not any(all(map(files.path, names)) for names in VOCABULARIES):
         rows = ", or ".join(" and ".join(names) for names in VOCABULARIES)
@@ -47,10 +48,10 @@ def check_files(spec: ModelSpec) -> None:
 
 
 def check_tokens(spec: ModelSpec, tokens: int) -> None:
-    """Raises CheckpointError if the tokenizer's `tokens` do not fit the text tower's."""
+    """Raises CheckpointError if the text tower does not fit a tokenizer of `tokens` tokens."""
     assert spec.text is not None
     most, end = int(spec.text["vocab_size"]), spec.text.get("eos_token_id")
-    # SigLIP's configuration may have CLIP's end, which is no token of its own.
+    # SigLIP's configuration may have CLIP's end token, which SigLIP's vocabulary does not have.
     least = end + 1 if isinstance(end, int) and end < most else 1
     if not least <= tokens <= most:
         raise CheckpointError(
@@ -64,9 +65,9 @@ def read_tokenizer(id: str, revision: str | None) -> Any:
 
     Raises CheckpointError.
     """
-    from transformers import AutoTokenizer  # only here: few replicas need it
+    from transformers import AutoTokenizer  # not at the top, because few replicas need it
 
     try:
         return AutoTokenizer.from_pretrained(id, revision=revision, trust_remote_code=False)
-    except Exception as error:  # what tokenizers raises of a damaged file is no narrower
+    except Exception as error:  # the tokenizers library raises nothing narrower
         raise CheckpointError(f"the tokenizer of {id!r} cannot be read: {error}") from error

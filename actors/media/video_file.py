@@ -1,7 +1,7 @@
-"""Video files: reads their headers, and decodes chosen frames, with FFmpeg through PyAV.
+"""Reads the headers of video files, and decodes chosen frames, with FFmpeg through PyAV.
 
-Only the containers and codecs listed here are opened, and none that can name other files. Frames
-equal those of transformers' PyAV reader: the rotation that some cameras record is not applied.
+Only the containers and codecs listed here are opened, none of which can refer to other files.
+Frames equal those of transformers' PyAV reader, which ignores the rotation that cameras record.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DECODERS = CODECS | {"libdav1d"}
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI, MPEG-TS, or an animated GIF or WebP"
 LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
 MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
-FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's takes more than it shows
+FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's needs more than a small frame
 SYNC, PACKET_BYTES = 0x47, 188  # the only signature of MPEG-TS: this byte at this distance
 
 av.logging.set_level(None)
@@ -46,10 +46,10 @@ def demuxer(data: bytes) -> str | None:
 
 @contextmanager
 def container_of(data: bytes, name: str, kind: str, decoders: Iterable[str]) -> Iterator[Any]:
-    """Errors of FFmpeg, also within the `with` block, become InvalidMedia.
+    """Opens a container. Errors of FFmpeg, also within the `with` block, become InvalidMedia.
 
-    `decoders`: FFmpeg's names of those that it may use while it opens the file. Otherwise it would
-    decode what no other check has seen, such as the cover of an MP3.
+    `decoders`: FFmpeg's names of the decoders that it may use while it opens the file. Otherwise it
+    would decode streams that are not checked, such as the cover of an MP3.
     """
     only = {"codec_whitelist": ",".join(decoders)}
     try:
@@ -80,7 +80,7 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
                 f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
             )
         context.thread_count = 1  # one thread per video: several are decoded at a time
-        # The frames may be far larger than the header, which admission went by.
+        # Frames may be far larger than in the header, on which the limits were checked.
         width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
         context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
         yield container, stream
@@ -89,8 +89,8 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
 def read_clip(data: bytes, most_frames: int) -> Clip:
     """Size, frame count and rate from the header, without decoding any frame.
 
-    If the container does not declare a frame count, its packets are counted, but no more than
-    `most_frames` + 1. Raises UnsupportedMedia, InvalidMedia.
+    If the container does not declare a frame count, packets are counted, at most `most_frames` + 1.
+    Raises UnsupportedMedia, InvalidMedia.
     """
     with opened(data) as (container, stream):
         size = Size(stream.width, stream.height)
@@ -108,7 +108,7 @@ def read_clip(data: bytes, most_frames: int) -> Clip:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """The presentation time of each frame, and of those that decoding can start from; ascending."""
+    """Presentation times of all frames, and of those that decoding can start from, ascending."""
 
     shown: Sequence[int]
     starts: Sequence[int]
@@ -116,8 +116,8 @@ class Index:
 
 
 def index(container: Any, stream: Any) -> Index:
-    """Reads the packets to the end of the container, without decoding them."""
-    jumps = container.format.name != "mpegts"  # it has no index: seeking in it is a guess
+    """Reads all packets of the container, without decoding them."""
+    jumps = container.format.name != "mpegts"  # which has no index, so that seeking is a guess
     packets = []
     # A truncated file ends here. The caller checks whether enough frames are left.
     with suppress(av.error.InvalidDataError, av.error.EOFError):
@@ -132,8 +132,8 @@ def index(container: Any, stream: Any) -> Index:
 
 
 def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArray[np.uint8]]:
-    """Decodes the wanted frames, which ascend: uint8 [height, width, 3], one at a time. Raises
-    InvalidMedia if the file is not what its header says."""
+    """Decodes frames one at a time: uint8 [height, width, 3]. `wanted` ascends. Raises InvalidMedia
+    if the file does not match its header."""
     with opened(data) as (container, stream):
         found = index(container, stream)
     with opened(data) as (container, stream):
@@ -154,7 +154,7 @@ def frames(data: bytes, clip: Clip, wanted: Sequence[int]) -> Iterator[npt.NDArr
 
 
 def at(container: Any, stream: Any, found: Index, times: Sequence[int]) -> Iterator[Any]:
-    """The frame shown at each of these ascending times, or else the next one, or the last."""
+    """For each of these ascending times, the first frame from that time on, or else the last."""
     frame, now = None, found.shown[0] - 1
     coming = decoded(container, stream, timed=found.timed)
     for time in times:

@@ -1,2 +1,2 @@
-"""How rows reach language models past the front door: memory that other processes open, and a
+"""Brings rows to language models without the front door: memory that other processes open, and a
 server of bytes. Knows neither Ray nor vLLM."""

@@ -1,6 +1,6 @@
-"""Memory that other processes of the machine copy rows from: a GPU's, by CUDA IPC, or shared.
+"""Memory from which other processes on the machine copy rows: a GPU's, by CUDA IPC, or shared.
 
-Whoever opens a memory sees all of it, so handles are given to processes of the same user only.
+A process that opens it sees all of it, so handles are given only to processes of the same user.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from actors.kernels import checked
 from actors.rows.protocol import MemoryHandle
 
 HEADER_BYTES, KEY_BYTES = 4096, 64
-"""A shared memory begins with a header of one page, and that with its key in hexadecimal. The rest
-of the header is for whoever shares it."""
+"""Shared memory begins with a header of one page, which begins with the key in hexadecimal. The
+rest of the header is free for the processes that share it."""
 
 
 class RowMemory:
-    """Lends blocks of a piece of memory. A block is free again once nobody refers to its tensor;
-    views of it do not count. Thread-safe."""
+    """Allocates blocks of a piece of memory. A block is free again once nobody refers to its
+    tensor; views of it do not count. Thread-safe."""
 
     def __init__(
         self, memory: Tensor, handle: MemoryHandle | None = None, header: Tensor | None = None
@@ -41,7 +41,7 @@ class RowMemory:
         self._allocator = Allocator(len(memory))
         self._lock = Lock()
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
-        # Rows from the host take milliseconds, which those of encoded items do not wait for.
+        # Copies from the host take milliseconds; those of encoded items do not wait for them.
         self._host_stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
 
     @classmethod
@@ -52,7 +52,7 @@ class RowMemory:
 
     @classmethod
     def shared(cls, size_bytes: int) -> Self:
-        """Host memory, taken page by page as it is used. Raises OSError."""
+        """Shared host memory, allocated page by page as it is used. Raises OSError."""
         file = sealed_file("rows", HEADER_BYTES + size_bytes)
         key = token_hex(KEY_BYTES // 2)
         whole = mapped(file, HEADER_BYTES + size_bytes)
@@ -82,8 +82,8 @@ class RowMemory:
         return block.data_ptr() - self.memory.data_ptr()
 
     def fill(self, block: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copies rows [tokens, width] into a block, converted to `dtype`. The rows must be complete
-        and on the same device or the host; their copy is complete when this returns it."""
+        """Copies rows [tokens, width] into a block, converted to `dtype`, and returns the completed
+        copy. The rows must be complete, and on the same device or the host."""
         copy = block.view(dtype).view(rows.shape)
         stream = self._stream if rows.is_cuda else self._host_stream
         with torch.cuda.stream(stream) if stream else nullcontext():
@@ -94,10 +94,10 @@ class RowMemory:
 
 
 class OpenedMemory(Protocol):
-    """Memory of another process, in this one."""
+    """Memory of another process, opened in this one."""
 
     def copy(self, offset: int, out: Tensor) -> None:
-        """Starts the copy of bytes into a contiguous tensor, on its device's current stream."""
+        """Starts copying bytes to a contiguous tensor, on its device's current stream."""
 
     def close(self) -> None:
         """No copy may be under way."""
@@ -117,7 +117,8 @@ class OpenedShared(OpenedMemory):
         self.memory = self.whole[handle.offset :]
 
     def pin(self, device: torch.device) -> None:
-        """Makes copies to the device asynchronous. Takes a second for gigabytes. RuntimeError."""
+        """Makes copies to the device asynchronous. Takes a second for gigabytes. Raises
+        RuntimeError."""
         from cuda.bindings import runtime
 
         checked(runtime.cudaSetDevice(device.index))
@@ -128,11 +129,11 @@ class OpenedShared(OpenedMemory):
         out.copy_(rows, non_blocking=True)
 
     def close(self) -> None:
-        """It is unmapped with its last tensor."""
+        """Nothing to do: the memory is unmapped with its last tensor."""
 
 
 class OpenedCuda(OpenedMemory):
-    """Of another process' GPU memory, mapped for this process' device: the same GPU, or a peer."""
+    """GPU memory of another process, mapped for this process's device: the same GPU, or a peer."""
 
     def __init__(self, handle: MemoryHandle, device: torch.device) -> None:
         """Raises RuntimeError, ImportError."""
@@ -165,9 +166,9 @@ class OpenedCuda(OpenedMemory):
 
 
 def open_memory(handle: MemoryHandle, device: torch.device) -> OpenedMemory:
-    """Opens it for copies to `device`. Raises OSError, ValueError, RuntimeError or ImportError if
-    this process cannot: it is on another machine, of another user, or on a GPU without peer
-    access."""
+    """Opens memory for copies to `device`. Raises OSError, ValueError, RuntimeError or ImportError
+    if this process cannot, because it is on another machine, of another user, or on a GPU without
+    peer access."""
     if handle.kind == "shared":
         return OpenedShared(handle)
     if device.type != "cuda":
@@ -176,12 +177,13 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> OpenedMemory:
 
 
 def cuda_handle(memory: Tensor) -> MemoryHandle | None:
-    """None if CUDA does not share it, as memory of torch's expandable segments."""
+    """A handle for GPU memory. None: CUDA does not share it, such as memory of torch's expandable
+    segments."""
     try:
         from cuda.bindings import driver, runtime
 
         checked(runtime.cudaSetDevice(memory.device.index))
-        # The handle is that of the whole allocation, of which torch may have cut the memory.
+        # The handle is for the whole allocation, of which this memory may be a part.
         base, _ = checked(driver.cuMemGetAddressRange(memory.data_ptr()))
         (ipc,) = checked(runtime.cudaIpcGetMemHandle(memory.data_ptr()))
     except (ImportError, RuntimeError):
@@ -193,8 +195,8 @@ def cuda_handle(memory: Tensor) -> MemoryHandle | None:
 
 
 def sealed_file(name: str, size_bytes: int) -> int:
-    """A memfd: it has no name in the file system and disappears with its last process. Of a fixed
-    size, because a process that truncated it would end the others with SIGBUS."""
+    """A memfd, which has no name in the file system and disappears with its last process. Its size
+    is sealed, because a process that truncated it would crash the others with SIGBUS."""
     file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.truncate(file, size_bytes)
     seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -203,5 +205,5 @@ def sealed_file(name: str, size_bytes: int) -> int:
 
 
 def mapped(file: int, size_bytes: int) -> Tensor:
-    """uint8 [size_bytes] in a file. Raises OSError, ValueError."""
+    """Maps a file as uint8 [size_bytes]. Raises OSError, ValueError."""
     return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)

@@ -1,14 +1,14 @@
 """The messages between a RowsServer and its readers: one request at a time on each connection.
 
-    request   one byte each of version and verb, then the 32 characters of an id after its "."
+    request   one byte each of version and verb, then the 32 characters of an id after its first "."
     answer    4 bytes, the length of what follows: JSON, either fields or {"error": a sentence}
     rows      after the answer to READ or TAKE, as many bytes as it says
 
-HOLD keeps what the id stands for from being evicted and its memory from being used again until
-FREE, or until the connection ends. It ends when nothing is received for HOLD_SECONDS.
+HOLD keeps an embedding from being evicted, and its memory from being reused, until FREE or the end
+of the connection. A connection ends when nothing is received for HOLD_SECONDS.
 
-TAKE, followed by the 32 characters after the second ".", is all there is to do with an id that was
-made for one reader: it is released once its rows were sent.
+TAKE, followed by the 32 characters after the second ".", is the only request needed for an id that
+was made for one reader: the id is released once its rows have been sent.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from time import monotonic
 from typing import Any, Literal
 
 VERSION = 1
-"""Raised when older and newer processes would misunderstand each other."""
+"""Raised whenever older and newer processes would misunderstand each other."""
 HOLD, READ, FREE, PING, TAKE = b"h", b"r", b"f", b"p", b"t"
-NAME_BYTES = 32  # store.kept.ID_BYTES, in base64: of each half of a name
+NAME_BYTES = 32  # of each half of a name: store.kept.ID_BYTES in base64
 NO_NAME = "-" * NAME_BYTES
 REQUEST_BYTES = 2 + NAME_BYTES
 LENGTH_BYTES = 4
 MOST_ANSWER_BYTES = 2**16
 HOLD_SECONDS = 60.0
 PIECE_BYTES = 2**24
-"""Sent or received by one system call, during which Python's lock is free."""
+"""Maximum sent or received by one system call, during which the GIL is released."""
 SLOW_BYTES_PER_SECOND = 20e6
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """How another process opens a memory: see memory.py."""
+    """How another process opens the memory: see memory.py."""
 
     kind: Literal["cuda", "shared"]
     where: str
@@ -44,12 +44,13 @@ class MemoryHandle:
     offset: int  # of the memory within that
     size_bytes: int
     check: str
-    """cuda: UUID of the GPU. shared: the key; another container's path is another file."""
+    """cuda: UUID of the GPU. shared: the key, because the path is another file in another
+    container."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldRows:
-    """What a reader learns of rows that it holds."""
+    """What a reader is told about rows that it holds."""
 
     shape: tuple[int, int]
     dtype: str
@@ -76,8 +77,8 @@ class RowsPlace:
 
 
 def limited(connection: socket.socket, receive_seconds: float, send_seconds: float) -> None:
-    """Sets time limits of system calls, which block otherwise: Python's own timeouts would take its
-    lock for every piece that arrives."""
+    """Sets time limits for blocking system calls. Python's own timeouts would take the GIL for
+    every piece that arrives."""
     connection.setblocking(True)
     for option, seconds in (
         (socket.SO_RCVTIMEO, receive_seconds),
@@ -91,12 +92,12 @@ def limited(connection: socket.socket, receive_seconds: float, send_seconds: flo
 
 
 def transfer_seconds(size_bytes: int) -> float:
-    """How long bytes may take: 10 s, and those that a slow network takes."""
+    """Time limit of a transfer: 10 s plus the time that a slow network takes."""
     return 10.0 + size_bytes / SLOW_BYTES_PER_SECOND
 
 
 def receive_into(connection: socket.socket, target: memoryview) -> None:
-    """Fills it. Raises OSError (ConnectionError at the end of the stream, TimeoutError)."""
+    """Fills `target`. Raises OSError (ConnectionError at the end of the stream, TimeoutError)."""
     end = monotonic() + transfer_seconds(len(target))
     while target:
         count = connection.recv_into(target[:PIECE_BYTES], 0, socket.MSG_WAITALL)
@@ -108,7 +109,7 @@ def receive_into(connection: socket.socket, target: memoryview) -> None:
 
 
 def send(connection: socket.socket, data: memoryview) -> None:
-    """Sends all of it, from where it is. Raises OSError."""
+    """Sends all data, without copying it. Raises OSError."""
     end = monotonic() + transfer_seconds(len(data))
     while data:
         data = data[connection.send(data[:PIECE_BYTES]) :]

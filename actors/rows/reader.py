@@ -1,4 +1,4 @@
-"""The reader's end of a RowsServer."""
+"""The client of a RowsServer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,13 @@ CALL_SECONDS = 10.0
 
 
 class RowsRefused(Exception):
-    """The replica says why it does not give an embedding."""
+    """The replica did not give an embedding, for the reason in the message."""
 
 
 class RowsReader:
-    """A connection to one replica. Thread-safe: calls follow one another.
+    """A connection to one replica. Thread-safe: one call is made at a time.
 
-    Every call raises ConnectionError once the connection is lost, and with it all that it held, or
-    RowsRefused.
+    Calls raise RowsRefused, or ConnectionError once the connection is lost, which ends its holds.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -50,7 +49,8 @@ class RowsReader:
 
     @classmethod
     def connect(cls, place: RowsPlace) -> RowsReader | None:
-        """Over the unix socket where that can be reached, otherwise over TCP. None: neither."""
+        """Connects over the unix socket if that can be reached, otherwise over TCP. None: neither
+        works."""
         if place.version != VERSION:
             return None
         channel = socket.socket(socket.AF_UNIX)
@@ -70,10 +70,10 @@ class RowsReader:
 
     @property
     def alive(self) -> bool:
-        """False once the connection is lost. Costs a system call: a replica that was killed closes
-        its end at once."""
+        """False once the connection is lost. Makes a system call, which finds out at once that the
+        replica was killed."""
         if self._closed or not self._lock.acquire(blocking=False):
-            return not self._closed  # a call that is under way finds out
+            return not self._closed  # a call in progress will find out
         try:
             ended = self._channel.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -87,26 +87,26 @@ class RowsReader:
         return not ended
 
     def hold(self, name: str) -> HeldRows:
-        """Holds the rows of a name until `free`, or until this connection ends."""
+        """Holds the rows of a name until `free` or the end of this connection."""
         try:
             return HeldRows.read(self._call(HOLD, name))
         except (TypeError, KeyError, ValueError) as error:
             raise self._lost(error) from error
 
     def read(self, name: str, target: memoryview) -> None:
-        """Receives the bytes of rows that are held into memory of their size."""
+        """Receives the bytes of held rows. `target` must be of their size."""
         self._call(READ, name, target)
 
     def take(self, name: str, target: memoryview) -> None:
-        """Receives the rows of a name, both halves of it, and releases it. A target of another size
-        loses the connection."""
+        """Receives the rows of a whole name, both halves of it, and releases it. A target of
+        another size ends the connection."""
         self._call(TAKE, name, target)
 
     def free(self, name: str) -> None:
         self._call(FREE, name)
 
     def ping(self) -> None:
-        """To be called more often than every HOLD_SECONDS."""
+        """Keeps the connection alive. Must be called more often than every HOLD_SECONDS."""
         self._call(PING, NO_NAME)
 
     def close(self) -> None:
@@ -142,8 +142,8 @@ class RowsReader:
 
 
 def owner(channel: socket.socket) -> int:
-    """The user of the process that listens on a unix socket. Once a replica is gone, anybody can
-    make its folder in /tmp again."""
+    """The user of the process that listens on a unix socket. It is checked, because anybody can
+    recreate a replica's folder in /tmp once the replica is gone."""
     found = channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     uid: int = struct.unpack("3i", found)[1]
     return uid

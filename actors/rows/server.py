@@ -1,7 +1,7 @@
-"""Tells where the rows of an id are, and sends their bytes: see protocol.py.
+"""Tells readers where the rows of an id are, or sends their bytes: see protocol.py.
 
-The id is the capability: whoever has it may hold and read its rows, and can have nothing else. A
-thread per connection, because sending megabytes would hold up an event loop.
+The id is the capability: whoever has it may hold and read its rows, and nothing else. There is a
+thread per connection, because sending megabytes would block an event loop.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ log = logging.getLogger("ray.serve")
 
 MOST_CONNECTIONS = 128
 STRANGER_SECONDS = 5.0
-"""How long a connection over TCP that has named no kept id may take for a request."""
+"""Time limit for a request on a TCP connection that has not named a kept id yet."""
 SEND_SECONDS = 5.0  # without any progress
-PORTS = 16  # that are tried from `references.port` on: a replica each
+PORTS = 16  # tried from `references.port` on; each replica of a node uses one
 UNKNOWN = "no embedding is kept under this id: it expired, was released or evicted"
 
 
 class RowStore(Protocol):
-    """What is kept for ids. Called from the server's threads; raises ServiceError."""
+    """The kept rows. Methods are called from the server's threads, and may raise ServiceError."""
 
     def hold(self, name: str) -> HeldRows | None:
-        """Keeps the rows of a name where they are until as many calls of `free`. None: unknown."""
+        """Keeps the rows of a name in place until one `free` per hold. None: unknown."""
 
     def free(self, name: str) -> None: ...
 
     def rows(self, name: str) -> memoryview:
-        """The bytes of rows that are held."""
+        """The bytes of held rows."""
 
     def take(self, name: str) -> memoryview | None:
-        """The bytes under a whole name, which are held until `drop`. None: unknown."""
+        """The bytes under a whole name, which is held until `drop`. None: unknown."""
 
     def drop(self, name: str) -> None:
-        """Ends the hold of `take`, and releases the name."""
+        """Ends the hold of `take` and releases the name."""
 
 
 class RowsConnection:
@@ -74,8 +74,8 @@ class RowsConnection:
         limited(channel, HOLD_SECONDS if self.known else STRANGER_SECONDS, SEND_SECONDS)
 
     def request(self) -> tuple[bytes, str] | None:
-        """Verb and name of the next request. None: the connection ends, is too slow, or speaks
-        something else."""
+        """Verb and name of the next request. None: the connection ended, is too slow, or speaks
+        another protocol."""
         found = self.channel.recv(REQUEST_BYTES, socket.MSG_WAITALL)
         if len(found) < REQUEST_BYTES or found[0] != VERSION:
             return None
@@ -108,8 +108,8 @@ class RowsServer:
     def start(self, path: Path, host: str, port: int = 0) -> RowsPlace:
         """Listens on a unix socket, which the caller's directory protects, and on TCP.
 
-        `port`: the first of PORTS that are tried; 0: the system chooses. Without a free one there
-        is no TCP.
+        `port`: the first of PORTS that are tried. 0: the system chooses. If none is free, it does
+        not listen on TCP.
         """
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(str(path))
@@ -133,8 +133,8 @@ class RowsServer:
         return RowsPlace(str(path), tcp)
 
     def stop(self, grace_seconds: float = 0) -> None:
-        """Takes no more connections, and ends those there are once they hold nothing and take
-        nothing, at the latest after `grace_seconds`."""
+        """Accepts no more connections, and ends all others once none of them holds or takes rows,
+        at the latest after `grace_seconds`."""
         self._running = False
         for listener in self._listeners:
             with suppress(OSError):
@@ -154,7 +154,7 @@ class RowsServer:
             try:
                 channel, _ = listener.accept()
             except OSError:
-                sleep(0.05)  # it was closed; or no more files can be opened
+                sleep(0.05)  # it was closed, or no more files can be opened
                 continue
             connection = RowsConnection(channel)
             thread = Thread(target=self._serve, args=(connection,), name="rows", daemon=True)
@@ -167,7 +167,8 @@ class RowsServer:
             self._close(connection)
 
     def _take(self, connection: RowsConnection) -> bool:
-        """Whether there is room for it. Those that have named no id make room first."""
+        """Adds a connection if there is room; if not, one that has named no id is ended to make
+        room. False: there is none."""
         with self._changed:
             if not self._running:
                 return False
@@ -188,7 +189,7 @@ class RowsServer:
                     self._give(connection, name)
                 else:
                     self._answer(connection, verb, name)
-        except (OSError, ValueError):  # it is gone, too slow, or speaks something else
+        except (OSError, ValueError):  # it is gone, too slow, or speaks another protocol
             pass
         except Exception:
             log.exception("a reader of rows could not be answered")
@@ -205,7 +206,7 @@ class RowsServer:
             self._changed.notify_all()
 
     def _give(self, connection: RowsConnection, name: str) -> None:
-        """Sends the rows of a whole name, which is released."""
+        """Sends the rows of a whole name and releases it."""
         connection.taking = True
         try:
             rows = self._store.take(name)
@@ -242,7 +243,7 @@ class RowsServer:
             fields = {"error": error.message}
         send(connection.channel, memoryview(answer(fields)))
         send(connection.channel, rows)
-        with self._changed:  # once it has its answer: `stop` ends those that hold nothing
+        with self._changed:  # after the answer, because `stop` ends connections that hold nothing
             self._changed.notify_all()
 
     def _held(self, connection: RowsConnection, name: str) -> dict[str, Any]:
@@ -251,7 +252,7 @@ class RowsServer:
             return {"error": UNKNOWN}
         connection.held[name] += 1
         connection.admit()
-        # Whoever opens a memory sees all of it: only for processes of this user, on this machine.
+        # A process that opens the memory sees all of it, so only those of this user get the handle.
         return asdict(found if connection.local else replace(found, memory=None))
 
     def _free(self, connection: RowsConnection, name: str) -> None:

@@ -1,8 +1,8 @@
-"""Dataclasses of the service <-> messages of replica.proto.
+"""Converts between dataclasses of the service and messages of replica.proto.
 
-Fields are converted by name, so that a new field needs a line in the .proto alone;
-tests/unit/router/test_codec.py compares the two. Rows in shared memory never enter a message: an
-object reference that is serialised outside of Ray is never released.
+Fields are converted by name, so a new field only needs a line in the .proto;
+tests/unit/router/test_codec.py compares the two. Rows in shared memory never enter a message,
+because an object reference that is serialised outside of Ray is never released.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 6  # version of the protocol. Routers use no replica that speaks another one
+VERSION = 6  # of the protocol. Routers use no replica that has another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
 Fields = dict[str, Any]
-"""The fields of a message. Nested messages are dictionaries too: a message object would be
+"""The fields of a message. Nested messages are dictionaries too, because a message object would be
 copied."""
 
 Value = TypeVar("Value")
@@ -51,7 +51,7 @@ class EncodeCall:
     waiting_per_sent: float = 0
     early: bool = False
     tell: bool = False
-    """No argument of it: RouterStream sends this router Load messages from now on."""
+    """Not an argument of it. RouterStream sends this router Load messages from now on."""
 
 
 def message_fields(value: Any) -> Any:
@@ -101,7 +101,7 @@ def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
 
 
 def reply_fields(reply: Reply, shared: list[SharedBytes]) -> Fields:
-    """The message's fields without a ticket. Rows in shared memory are appended to `shared`."""
+    """The message's fields without its ticket. Rows in shared memory are appended to `shared`."""
     answers = [
         {"embedding": embedding_fields(one, shared)}
         if isinstance(one, Embedding)
@@ -158,7 +158,7 @@ def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedd
 
 
 def error_fields(error: Exception) -> Fields:
-    """Of any error. One that is no ServiceError becomes EncodeFailed."""
+    """The message's fields for any error. One that is not a ServiceError becomes EncodeFailed."""
     if not isinstance(error, ServiceError):
         error = EncodeFailed(f"the encoder failed: {error!r}")
     retry = error.retry_after_seconds if isinstance(error, Overloaded) else 0.0

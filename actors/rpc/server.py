@@ -1,6 +1,6 @@
-"""The replica's end of replica.proto: what routers call, over a unix socket or TCP.
+"""The server of replica.proto, which routers call over a unix socket or TCP.
 
-Callers must know the replica's random token, which only this Ray cluster is told
+Callers must know the replica's random token, which is published only within this Ray cluster
 (`record_replica_metadata`). In addition, the unix socket is in a directory that only the replica's
 own user may enter, because gRPC does not show a peer's credentials (SO_PEERCRED).
 """
@@ -42,12 +42,12 @@ log = logging.getLogger("ray.serve")
 
 METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, BEGUN_KEY = "token", "begun"
-"""Keys of gRPC metadata: with a stream; in return, before it is read."""
+"""Keys of gRPC metadata: sent by the router with a stream; sent back before the stream is read."""
 
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
 END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
-TELL_SECONDS = 0.001  # that a Load message waits, so that one serves for several shards
+TELL_SECONDS = 0.001  # delay of a Load message, so that one serves for several shards
 LOAD = b""  # stands for a Load message in a stream's outcomes
 STALE_SECONDS = 60.0  # an older socket without a listener was left by a killed replica
 DIRECTORY_PREFIX = "encoder-rpc-"
@@ -65,12 +65,12 @@ COMMON_OPTIONS = [
 ]
 
 TICKETS: dict[str, list[SharedBytes]] = {}
-"""Rows in shared memory that answers of this process refer to, until they are taken or expire."""
+"""Rows in shared memory by ticket, until they are taken or the ticket expires."""
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a replica listens, and its token. Does not print the token."""
+    """Where a replica listens, and its token, which the repr leaves out."""
 
     node: str  # Ray's id of the node
     unix: str  # path of the socket
@@ -83,7 +83,7 @@ class Endpoint:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """For `record_replica_metadata`, which Ray's controller passes on to routers."""
+        """For `record_replica_metadata`, which Serve's controller passes on to routers."""
         return {METADATA_KEY: asdict(self)}
 
     @property
@@ -93,7 +93,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> Endpoint | None:
-        """From a replica's metadata. None: it speaks another version, or listens nowhere."""
+        """From a replica's metadata. None: it has another protocol version, or does not listen."""
         said = metadata.get(METADATA_KEY, {})
         return cls(**said) if said.get("version") == VERSION else None
 
@@ -124,7 +124,7 @@ class ReplicaServer:
         return self._server is not None
 
     async def start(self, node: str, host: str, actor: str) -> Endpoint:
-        """Starts to listen; a second call only returns where. `host`: the node's address."""
+        """Starts to listen. A second call only returns the endpoint. `host`: the node's address."""
         if self._endpoint:
             return self._endpoint
         token = token_hex(32)
@@ -159,7 +159,7 @@ class ReplicaServer:
         for stream in self._streams:
             stream.end()
         await server.stop(END_SECONDS)
-        for _ in range(40):  # at most 2 s: routers exchange their last tickets
+        for _ in range(40):  # at most 2 s, for routers to exchange their last tickets
             if not TICKETS:
                 break
             await asyncio.sleep(0.05)
@@ -173,19 +173,19 @@ class ReplicaServer:
     async def _calls(
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext
     ) -> None:
-        """The calls of one stream, which ends when its router is gone or this replica stops."""
+        """Serves one stream, which ends when its router is gone or this replica stops."""
         token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         endpoint = self._endpoint
         if not endpoint or not compare_digest(str(token).encode(), endpoint.token.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
-        # Tells the router that a call of this stream may have begun, should this replica die.
+        # If this replica dies, the router knows from this that a call of the stream may have begun.
         await context.send_initial_metadata(((BEGUN_KEY, "1"),))
         stream = RouterStream(self, calls)
         self._streams.add(stream)
         try:
             while (outcome := await stream.outcomes.get()) is not None:
                 await context.write(outcome or stream.load())
-                del outcome  # it may be large, and the next one may be long in coming
+                del outcome  # it may be large, and the next one may take long to come
         finally:
             self._streams.discard(stream)
             stream.close()
@@ -207,7 +207,7 @@ class ReplicaServer:
         return {kind: await self._works[kind](getattr(call, kind))}
 
     def _tell_others(self, stream: RouterStream) -> None:
-        """All routers but that of this stream, which learns it from its answer."""
+        """Sends the load to all routers but this stream's, which learns it from its answer."""
         for other in self._streams - {stream}:
             other.tell_soon()
 
@@ -216,7 +216,7 @@ class ReplicaServer:
         return pb.Load(outstanding_patches=patches, outstanding_pairs=pairs)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
-        """A ticket for rows in shared memory, which stay until it is exchanged or expires."""
+        """A ticket for rows in shared memory, which are kept until it is exchanged or expires."""
         if not shared:
             return ""
         ticket = token_hex(16)
@@ -257,31 +257,31 @@ class ReplicaServer:
 
 
 class RouterStream:
-    """The calls of one stream: a task for each, whose outcomes wait in `outcomes` to be sent."""
+    """The calls of one stream. Each has a task, which queues its outcomes to be sent."""
 
     def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call]) -> None:
         self.outcomes: asyncio.Queue[bytes | None] = asyncio.Queue()
-        """Serialised. LOAD: what the replica has to do when this is sent. None: the stream ends."""
+        """Serialised. LOAD: the replica's load at the time of sending. None: the stream ends."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._tell = False
         self._telling = False
-        """LOAD is in `outcomes`, or soon will be. Once: the router may not read."""
+        """LOAD is in `outcomes`, or soon will be. At most once, because the router may not read."""
         self._server = server
         self._reader = asyncio.create_task(self._read(calls))
 
     def end(self) -> None:
-        """Ends the stream after the outcomes that there are."""
+        """Ends the stream after the outcomes that are queued."""
         self.outcomes.put_nowait(None)
 
     def close(self) -> None:
-        """Cancels what nobody waits for any more."""
+        """Cancels all calls, because nobody waits for them any more."""
         self._reader.cancel()
         tasks, self.tasks = self.tasks, {}
         for task in tasks.values():
             task.cancel()
 
     def tell_soon(self) -> None:
-        """Sends what this replica has to do then, if the router asked for it."""
+        """Sends the replica's load after TELL_SECONDS, if the router asked for it."""
         if self._tell and not self._telling:
             self._telling = True
             loop = asyncio.get_running_loop()
@@ -300,7 +300,7 @@ class RouterStream:
                     self.tasks[call.id] = asyncio.create_task(self._answer(call))
                 elif task := self.tasks.pop(call.id, None):
                     task.cancel()
-                del call  # it may be large, and the next one may be long in coming
+                del call  # it may be large, and the next one may take long to come
         finally:
             self.end()
 
@@ -311,7 +311,7 @@ class RouterStream:
             self._send(pb.Outcome(id=call.id, **fields))
             return
         except asyncio.CancelledError:
-            if call.id not in self.tasks:  # the router does not wait
+            if call.id not in self.tasks:  # the router does not wait for it
                 raise
             failure = Unavailable("the encoder dropped the call")
         except Exception as error:
@@ -329,7 +329,7 @@ class RouterStream:
 
 
 def serialized(message: pb.Call | pb.Outcome) -> bytes:
-    """Raises TooLarge for a message that gRPC would refuse, and end the stream."""
+    """Raises TooLarge if gRPC would reject the message, because that would end the stream."""
     data: bytes = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
         raise TooLarge(
@@ -340,13 +340,13 @@ def serialized(message: pb.Call | pb.Outcome) -> bytes:
 
 
 def take(_: object, tickets: list[str]) -> list[list[SharedBytes] | None]:
-    """The rows that each ticket stands for, once. None: it was taken, or expired. Runs in the
+    """Exchanges tickets for their rows. None: the ticket was used before, or expired. Runs in the
     replica's process, as `actor.__ray_call__.remote(take, tickets)`."""
     return [TICKETS.pop(ticket, None) for ticket in tickets]
 
 
 def make_directory() -> Path:
-    """A new directory that only this user may enter (mode 0700), for a socket. Removes those of
+    """Makes a directory for a socket that only this user may enter (mode 0700). Removes those of
     replicas that were killed."""
     parent = tempfile.gettempdir()
     if len(parent) > 60:  # a socket's path has at most 107 bytes

@@ -1,5 +1,5 @@
-"""Embeddings that a replica keeps: by content, looked up before decoding (EmbeddingCache), and for
-clients, each under an id that nobody can guess (References). Knows no Ray."""
+"""The embeddings that a replica keeps: by content, looked up before decoding (EmbeddingCache), and
+for clients, each under an unguessable id (References). Knows no Ray."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are
 
 
 class EmbeddingCache:
-    """Evicts the least recently used. Keeps references to shared memory, not copies, so that a hit
-    costs nothing however large it is. Thread-safe."""
+    """An LRU cache. Keeps references to shared memory, not copies, so that the cost of a hit does
+    not depend on its size. Thread-safe."""
 
     def __init__(self, max_bytes: int, metrics: EncoderMetrics) -> None:
         self.max_bytes = max_bytes
@@ -38,8 +38,8 @@ class EmbeddingCache:
         self._lock = threading.Lock()
 
     def get(self, key: Key, tokens: int | None) -> Embedding | None:
-        """The embedding under a key; None unless it has as many rows as the item must have.
-        `tokens` None: of a pruned image, any number."""
+        """The embedding under a key. None: there is none with `tokens` rows. `tokens` None: any
+        number of rows, for a pruned image."""
         if not self.max_bytes:
             return None
         with self._lock:
@@ -78,7 +78,7 @@ class EmbeddingCache:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A kept embedding and the item it is of; `media` is without its bytes."""
+    """A kept embedding and its item. `media` is without its bytes."""
 
     media: Media
     embedding: Embedding
@@ -89,14 +89,14 @@ class Kept:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that it takes if nothing else of its object is kept."""
+        """Memory that it takes if no other embedding in its object is kept."""
         data = self.embedding.data
         rows = data.object_bytes if isinstance(data, SharedBytes) else data.nbytes
         return rows + self.own_bytes
 
     @property
     def own_bytes(self) -> int:
-        """Memory that it takes besides its object."""
+        """Memory that it takes in addition to its rows."""
         return len(self.embedding.scales) + OVERHEAD_BYTES
 
     @property
@@ -107,7 +107,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """What a reader holds: an entry, and its block, if its rows are in a RowMemory too."""
+    """An entry that a reader holds, and its block if its rows are in a RowMemory too."""
 
     name: str
     kept: Kept
@@ -123,12 +123,12 @@ class References:
     """The embeddings that one replica keeps for clients, bounded in time and in bytes.
 
     A name is CONTENT.OWNER. All names of equal items have the same first half, which stands for
-    whichever of them is kept: language models cache by it. Nobody can guess either half, and only
-    the whole name releases.
+    whichever of them is kept; language models cache by it. Nobody can guess either half, and only
+    the whole name can release an entry.
 
-    The one fetched longest ago is evicted first; one that is held, never. An object in shared
-    memory counts once, in full, while any of its embeddings is kept. Time is an argument, in
-    seconds of any steady clock. Not thread-safe.
+    The least recently fetched entry is evicted first. Held entries are never evicted. An object in
+    shared memory counts once, in full, while any of its embeddings is kept. Times are arguments, in
+    seconds of any monotonic clock. Not thread-safe.
     """
 
     def __init__(self, options: ReferenceOptions, metrics: EncoderMetrics) -> None:
@@ -136,19 +136,19 @@ class References:
         self._metrics = metrics
         self._kept: OrderedDict[str, Kept] = OrderedDict()
         self._ends: OrderedDict[str, float] = OrderedDict()
-        """Without those that are held. Ascending: all live equally long."""
+        """When entries that are not held expire. Ascending, because all live equally long."""
         self._blocks: OrderedDict[str, Any] = OrderedDict()
         self._secret = token_bytes(ID_BYTES)
         self._equal: dict[str, dict[str, None]] = {}
         """Names by their first half, oldest first."""
         self._held_by_half: dict[str, list[str]] = {}
-        """The name that is held by its first half, once for each hold."""
+        """By first half: the name that is held by it, once per hold."""
         self._holds: Counter[str] = Counter()
-        self._released: set[str] = set()  # while they were held
+        self._released: set[str] = set()  # names that were released while they were held
         self._users: Counter[object] = Counter()  # entries of each object in shared memory
         self.opened: dict[object, list[Bytes]] = {}
-        """The arrays of such an object, once they have been read and until its last entry ends."""
-        self.bytes = 0  # that all entries together hold
+        """The arrays of objects in shared memory that were read, until their last entry ends."""
+        self.bytes = 0  # of all entries together
 
     @property
     def largest_bytes(self) -> int:
@@ -156,8 +156,10 @@ class References:
         return self._options.max_bytes - OVERHEAD_BYTES
 
     def keep(self, kept: Kept, now: float, block: Any = None) -> str:
-        """Returns its name. Arrays are copied, because they may be views. Raises TooLarge, or
-        Overloaded while others are held. `block`: of a rows.memory.RowMemory, with the same rows.
+        """Keeps an embedding and returns its name. Arrays are copied, because they may be views.
+
+        `block`: of a rows.memory.RowMemory, with the same rows. Raises TooLarge, or Overloaded if
+        held entries leave no room.
         """
         most = self._options.max_bytes
         if kept.size_bytes > most:
@@ -191,8 +193,8 @@ class References:
         return name
 
     def find(self, name: str, now: float) -> str | None:
-        """The whole name of what a name, or the first half of one, stands for, which counts as
-        fetched; None once its time is over or it was evicted."""
+        """The whole name of the entry that a name, or the first half of one, stands for. The entry
+        counts as fetched. None: it expired, was evicted or released."""
         self.expire(now)
         names = [name] if "." in name else reversed(self._equal.get(name, {}))
         there = (one for one in names if one in self._kept and one not in self._released)
@@ -201,15 +203,15 @@ class References:
         return found
 
     def get(self, name: str, now: float) -> Kept | None:
-        """The entry of a name or of the first half of one; None as `find`."""
+        """The entry of a name, or of the first half of one. None: see `find`."""
         found = self.find(name, now)
         return self._kept[found] if found else None
 
     def hold(self, name: str, now: float) -> Hold | None:
-        """As `get`; the entry and its block stay where they are until as many calls of `free`.
+        """As `get`, and keeps the entry and its block in place until one `free` per hold.
 
-        All holds of a half are of one entry, even if that was released meanwhile: `free` could not
-        tell which of several is no longer read.
+        All holds by one half are of the same entry, even if it was released meanwhile, because
+        `free` could not tell which of several entries is no longer read.
         """
         by_half = self._held_by_half.get(name)
         found = by_half[0] if by_half else self.find(name, now)
@@ -225,7 +227,7 @@ class References:
         return self.held(name)
 
     def held(self, name: str) -> Hold:
-        """Of a whole name that is there, or of the first half of one that is held by it."""
+        """The hold of a whole name that is kept, or of a first half by which an entry is held."""
         found = self._held_by_half[name][0] if name in self._held_by_half else name
         return Hold(found, self._kept[found], self._blocks.get(found))
 
@@ -246,15 +248,16 @@ class References:
         self._report()
 
     def give_block(self, name: str, block: Any) -> bool:
-        """Gives a block with their rows to all entries of equal items that have none. False: there
-        are none."""
+        """Gives a block with their rows to all entries of equal items that have no block. False:
+        there are no such entries."""
         equal = self._equal.get(name.partition(".")[0], ())
         names = [one for one in equal if one not in self._blocks]
         self._blocks.update(dict.fromkeys(names, block))
         return bool(names)
 
     def evict_block(self) -> bool:
-        """Forgets the oldest block of an entry that nobody holds. False: there is none."""
+        """Drops the least recently used block of an entry that nobody holds. False: there is
+        none."""
         oldest = next((name for name in self._blocks if name not in self._holds), None)
         if oldest is None:
             return False
@@ -262,7 +265,8 @@ class References:
         return True
 
     def release(self, name: str) -> bool:
-        """Drops an entry before its time. False: there is none."""
+        """Drops an entry before it expires; a held one, once nobody holds it. False: there is
+        none."""
         if name not in self._kept or name in self._released:
             return False
         if name in self._holds:
@@ -276,7 +280,7 @@ class References:
             self._remove(first)
 
     def _content_of(self, kept: Kept) -> str:
-        """The first half of its name."""
+        """The first half of an entry's name."""
         content = repr((kept.media.identity, kept.embedding.dtype)).encode()
         digest = hmac.digest(self._secret, content, "sha256")[:ID_BYTES]
         return urlsafe_b64encode(digest).decode()
@@ -308,10 +312,10 @@ class References:
 
 @dataclass(slots=True, eq=False)
 class PendingWrite:
-    """Stands in a SharedBytes for Ray's reference while the rows are still being written.
+    """Takes the place of Ray's reference in a SharedBytes while the rows are still being written.
 
-    A small item that is kept for an id is answered before its rows are in shared memory: Ray takes
-    a millisecond for an object, and whoever fetches the embedding comes later.
+    A kept item may be answered before its rows are in shared memory, because Ray takes a
+    millisecond per object and the embedding is only fetched later.
     """
 
     embedding: asyncio.Future[Embedding]
@@ -325,4 +329,4 @@ async def written(embedding: Embedding) -> Embedding:
     if not isinstance(data, SharedBytes) or not isinstance(data.object_ref, PendingWrite):
         return embedding
     pending: Awaitable[Embedding] = data.object_ref.embedding
-    return await asyncio.shield(pending)  # a fetch that is cancelled does not undo the write
+    return await asyncio.shield(pending)  # cancelling a fetch does not cancel the write

@@ -1,8 +1,8 @@
-"""Rows from device to device, by Ray Direct Transport over NIXL, an interface that Ray calls alpha.
+"""Moves rows from device to device with Ray Direct Transport over NIXL, which Ray calls alpha.
 
-The encoder copies rows into memory that is registered with NIXL once, at the start. They stay there
-until nobody holds their reference, and consumers read them from there. Unlike shared memory, this
-memory is reused, so each item carries a checksum that its reader compares.
+The encoder copies rows into memory that is registered with NIXL once, at start. Consumers read them
+from there, and they stay until nobody holds their reference. Unlike shared memory, this memory is
+reused, so each item carries a checksum that its reader compares.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedByt
 WORD_BYTES = 8
 READ_SECONDS = 5  # time limit for reading one item; beyond it the embedding is lost
 READ_THREAD = ThreadPoolExecutor(1, "nixl")
-"""One thread per process reads, one item after the other: NIXL's agent is not thread-safe."""
+"""One thread per process reads all items, because NIXL's agent is not thread-safe."""
 
 
 class DeviceMemory:
-    """The memory of one encoder that consumers read. May be used from any thread."""
+    """The memory of one encoder that consumers read. Thread-safe."""
 
     def __init__(self, size_bytes: int, device: torch.device, metrics: EncoderMetrics) -> None:
-        """Raises StartError where there is no NIXL, or not so much memory."""
+        """Raises StartError if NIXL is not installed, or there is not enough memory."""
         check_transport("nixl")
         try:
             memory = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -56,8 +56,8 @@ class DeviceMemory:
         metrics.nixl_bytes.set_function(lambda: self._memory.taken_bytes)
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
-        """Copies rows [tokens, width], complete and on this device, into this memory, converted to
-        `dtype`. None: there is no room now."""
+        """Copies rows [tokens, width] into this memory, converted to `dtype`. They must be complete
+        and on this device. None: there is no room now."""
         size = rows.numel() * dtype.itemsize
         with self._lock, torch.cuda.stream(self._stream) if self._stream else nullcontext():
             block = self._memory.take(size)
@@ -68,14 +68,14 @@ class DeviceMemory:
             summed = total(block)  # waits for the copy
             remote = RemoteBytes(ray.put(block, _tensor_transport="nixl"), size, summed)
         self._metrics.nixl_items.inc()
-        # Wrapped in an ordinary object: a process that passes on a direct transport reference keeps
-        # Ray's metadata of it for ever (ray-project/ray#57962).
+        # Wrapped in an ordinary object, because a process that passes on a direct transport
+        # reference keeps Ray's metadata of it for ever (ray-project/ray#57962).
         return SharedBytes(ray.put([remote]), size)
 
 
 def total(block: Tensor) -> int:
-    """A checksum: the sum of the 64-bit words of uint8 bytes [n], modulo 2 ** 64, and of the
-    rest."""
+    """A checksum of uint8 [n]: the sum of its 64-bit words, modulo 2 ** 64, plus the sum of the
+    remaining bytes."""
     whole = len(block) // WORD_BYTES * WORD_BYTES
     words = block[:whole].view(torch.int64).sum()
     return int(words.item()) + int(block[whole:].sum(dtype=torch.int64).item())
@@ -91,16 +91,16 @@ def check_transport(transport: Transport) -> None:
 
 
 class Receiver:
-    """Brings rows to a device of this process."""
+    """Reads rows to a device of this process."""
 
     def __init__(self, device: str) -> None:
-        """Raises ConfigError where there is no NIXL."""
+        """Raises ConfigError if NIXL is not installed."""
         check_transport("nixl")
         self.device = torch.device(device)
 
     async def here(self, embedding: Embedding) -> Embedding:
-        """The same with its data in this process: on the device if it was on one, otherwise as an
-        array. Raises EmbeddingLost."""
+        """The embedding with its data in this process: on the device if it was on one, otherwise as
+        an array. Raises EmbeddingLost."""
         data = embedding.data
         if not isinstance(data, SharedBytes):
             return embedding
@@ -122,7 +122,7 @@ class Receiver:
     def _fetch(self, remote: RemoteBytes) -> Tensor:
         rows = torch.empty(remote.size_bytes, dtype=torch.uint8, device=self.device)
         if rows.is_cuda:
-            # NIXL waits for no stream: whatever used this memory before must be through with it.
+            # NIXL does not wait for streams, so earlier uses of this memory must have finished.
             torch.cuda.current_stream(rows.device).synchronize()
         reference: Any = remote.object_ref
         try:
@@ -136,9 +136,9 @@ class Receiver:
 
 
 def forget(reference: Any) -> None:
-    """Drops what Ray keeps of a direct transport object in a process that borrowed it, about a
-    kilobyte each, and would never drop (ray-project/ray#57962). Not for the process that owns
-    it."""
+    """Drops Ray's metadata of a direct transport object, in a process that borrowed it. Ray never
+    drops it, about a kilobyte per object (ray-project/ray#57962). Must not be called in the process
+    that owns the object."""
     manager = ray._private.worker.global_worker.rdt_manager
     with manager._lock:
         manager._managed_rdt_metadata.pop(reference.hex(), None)

@@ -1,7 +1,7 @@
-"""Embeddings that every replica can find: by content, in a folder, in Redis or in object storage.
+"""A cache that all replicas share: embeddings by content, in a folder, Redis or object storage.
 
-They outlive the replica that wrote them. The store is never waited for long and never needed: what
-fails, is late or is damaged counts as a miss. Knows no Ray.
+Entries outlive the replica that wrote them. The service never depends on the store: a look-up that
+fails or takes too long, or a damaged entry, counts as a miss. Knows no Ray.
 """
 
 from __future__ import annotations
@@ -34,32 +34,33 @@ from actors.types import Bytes, Embedding, Timings
 log = logging.getLogger("ray.serve")
 
 FORMAT = b"ENC1"
-"""Begins each entry; another number when the same item gets other rows, as after a change of
-preprocessing. Then come a checksum, seeded with the size of the head; that size; the head, in JSON,
-and the rows."""
+"""The start of each entry. The number changes when the same item gets other rows, as after a change
+of preprocessing. Then come a checksum, seeded with the size of the head; that size; the head, in
+JSON; and the rows."""
 PREFIX = struct.Struct("<4sQI")
 THREADS = 4
 HEAD = ("dtype", "shape", "grid_thw", "frame_tokens", "kept_rows")
 READ_SECONDS = 1.0
-"""Time limit of a look-up: an item is encoded if the store takes longer."""
+"""Time limit of a look-up. If the store takes longer, the item is encoded."""
 PAUSE_SECONDS = 10.0
-"""Without look-ups and writes, after one that failed or took too long."""
+"""How long the store is not used after a look-up or write that failed or took too long."""
 MOST_UNWRITTEN_BYTES = 256 * 2**20
-"""What comes in addition while so much waits to be written is not kept."""
+"""Maximum that waits to be written. Embeddings beyond it are not written."""
 EVICTED_SHARE = 0.1
-"""Of a folder's `max_bytes`: what is evicted at a time, and how far a replica may exceed it."""
+"""Share of a folder's `max_bytes` that is evicted at a time, and by which a replica may exceed it.
+"""
 ABANDONED_SECONDS = 3600.0
-"""A file that has been written for so long: its replica ended."""
+"""Age after which an unfinished file is evicted, because the replica that wrote it has ended."""
 
 
 class Store(Protocol):
-    """Values by name. May raise anything; called from several threads."""
+    """A key-value store. Methods may raise anything, and are called from several threads."""
 
     def read(self, name: str) -> bytes | None:
-        """None: there is none."""
+        """The value under a name. None: there is none."""
 
     def write(self, name: str, value: bytes) -> None:
-        """All or nothing, whoever reads or writes at the same time."""
+        """Must be atomic for concurrent readers and writers."""
 
 
 class LocalFolder:
@@ -69,7 +70,7 @@ class LocalFolder:
         self.path = path
         self.max_bytes = max_bytes
         self._until_eviction = 0
-        """How many bytes may still be written by this process."""
+        """How many bytes this process may still write before it evicts."""
         self._lock = Lock()
 
     def read(self, name: str) -> bytes | None:
@@ -79,12 +80,12 @@ class LocalFolder:
         except FileNotFoundError:
             return None
         with suppress(OSError):
-            os.utime(path)  # evicted last
+            os.utime(path)  # the most recently used
         return value
 
     def write(self, name: str, value: bytes) -> None:
         path = self._path(name)
-        for folder in (self.path, path.parent):  # of those that `parents` makes, no mode is set
+        for folder in (self.path, path.parent):  # parents that mkdir creates do not get the mode
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         part = self.path / f"{uuid4().hex}.part"
         try:
@@ -101,7 +102,7 @@ class LocalFolder:
         return self.path / name[:2] / name
 
     def _evict(self) -> None:
-        """Those used longest ago, until there is room. Other processes may do the same."""
+        """Evicts the least recently used, until there is room. Other processes may do the same."""
         found = []
         for path in (*self.path.glob("??/*"), *self.path.glob("*.part")):
             with suppress(OSError):
@@ -120,7 +121,7 @@ class LocalFolder:
 
 
 class Redis:
-    """Redis or Valkey. Bounded in time here, in bytes by the server's `maxmemory`."""
+    """Redis or Valkey. Entries expire; the server's `maxmemory` is the limit in bytes."""
 
     def __init__(self, url: str, ttl_seconds: float) -> None:
         from redis import Redis as Client
@@ -138,7 +139,7 @@ class Redis:
 
 
 class ObjectStorage:
-    """Whatever fsspec reaches, such as s3://. Bounded by the rules of the bucket."""
+    """Any storage that fsspec supports, such as s3://. Only the bucket's own rules limit it."""
 
     def __init__(self, url: str) -> None:
         from fsspec.core import url_to_fs
@@ -157,7 +158,8 @@ class ObjectStorage:
 
 
 def open_store(options: SharedCacheOptions) -> Store:
-    """Reaches out to nothing yet. Raises ConfigError, which does not quote a password."""
+    """Opens a store without connecting to it. Raises ConfigError, which does not quote a
+    password."""
     kind, _, rest = options.url.partition("://")
     check_packages(kind)
     if kind == "file":
@@ -187,7 +189,7 @@ def check_packages(kind: str) -> None:
 
 
 def packed(weights: str, key: Key, embedding: Embedding) -> bytes:
-    """An entry: see FORMAT."""
+    """Serialises an entry: see FORMAT."""
     from xxhash import xxh3_64_intdigest
 
     head = {name: getattr(embedding, name) for name in HEAD} | {"of": [weights, *key]}
@@ -197,7 +199,7 @@ def packed(weights: str, key: Key, embedding: Embedding) -> bytes:
 
 
 def unpacked(value: bytes, weights: str, key: Key) -> Embedding:
-    """Raises ValueError for what is damaged, or of another item."""
+    """Parses an entry. Raises ValueError if it is damaged, or of another item."""
     from xxhash import xxh3_64_intdigest
 
     whole = value.ljust(PREFIX.size)
@@ -213,12 +215,12 @@ def unpacked(value: bytes, weights: str, key: Key) -> Embedding:
 
 
 class SharedCache:
-    """Embeddings in a store, each with a checksum and with what it is of. For one event loop;
-    `put` may be called from any thread."""
+    """Embeddings in a store, each with a checksum and its key. For one event loop; `put` may be
+    called from any thread."""
 
     def __init__(self, store: Store, weights: str, metrics: EncoderMetrics) -> None:
-        """`weights`: identifies them. Of two checkpoints with one name, neither finds the other's
-        rows."""
+        """`weights`: identifies the weights, so that two checkpoints of the same name do not find
+        each other's rows."""
         self._store = store
         self._weights = weights
         self._metrics = metrics
@@ -230,8 +232,8 @@ class SharedCache:
         self._paused_until = 0.0
 
     async def get(self, key: Key, tokens: int | None) -> Embedding | None:
-        """The embedding under a key, its data an array; None unless it has so many rows. `tokens`
-        None: any number."""
+        """The embedding under a key, with its data as an array. None: there is none with `tokens`
+        rows. `tokens` None: any number of rows."""
         if self._paused():
             return None
         loop = asyncio.get_running_loop()
@@ -242,7 +244,7 @@ class SharedCache:
                 reading = monotonic()
                 found = await loop.run_in_executor(self._readers, self._read, key)
         except Exception as error:
-            # Of many look-ups at once, some are late because of the others: misses.
+            # Late only because of other look-ups: a miss, not a failure of the store.
             late = isinstance(error, TimeoutError) and monotonic() < reading + READ_SECONDS / 2
             if not late:
                 self._failed("read", error)
@@ -257,7 +259,7 @@ class SharedCache:
         return found
 
     def put(self, key: Key, embedding: Embedding) -> None:
-        """Writes later, unless too much is waiting. `data` is an array, which is copied."""
+        """Queues a write, unless too much is waiting. `data` is an array, which is copied."""
         size = embedding.size_bytes
         with self._lock:
             fits = self._unwritten_bytes + size <= MOST_UNWRITTEN_BYTES and not self._paused()
@@ -271,7 +273,7 @@ class SharedCache:
             self._writers.submit(self._write, key, copied)
 
     def close(self) -> None:
-        """What waits to be written is dropped."""
+        """Drops what is waiting to be written."""
         for threads in (self._readers, self._writers):
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -295,11 +297,11 @@ class SharedCache:
         return monotonic() < self._paused_until
 
     def _failed(self, what: str, error: Exception) -> None:
-        """Pauses, unless it is only an entry that is damaged."""
+        """Pauses the use of the store, unless only an entry is damaged."""
         self._metrics.shared_cache_failures.labels(what).inc()
         if isinstance(error, ValueError):
             log.warning("cache.shared: %s", error)
             return
-        if not self._paused():  # those that began before say the same
+        if not self._paused():  # concurrent failures are logged once
             log.warning("cache.shared is not used for %g s: %s: %r", PAUSE_SECONDS, what, error)
         self._paused_until = monotonic() + PAUSE_SECONDS

@@ -2,8 +2,8 @@
 
 Rows up to INLINE_BYTES travel by value, larger ones as a reference. The process that wrote an
 object owns it: it is freed when nobody holds a reference any more, and lost with that process.
-References may travel by Ray's own calls alone (router.replicas.pinned.by_reference makes sure): by
-gRPC they would never be released.
+References may travel only in Ray's own calls (router.replicas.pinned.by_reference ensures this),
+because over gRPC they would never be released.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ray.exceptions import ObjectLostError
 from actors.errors import EmbeddingLost
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
-INLINE_BYTES = 2**20  # up to here rows travel by value: shared memory takes as long
+INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory takes as long
 MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
 READ_SECONDS, SLOW_BYTES_PER_SECOND = 10.0, 20e6
-"""Time limit of a read: so many seconds, and those that a slow network takes for the object. Ray
-itself waits a minute for the node of a process that is stopped."""
+"""Time limit of a read: READ_SECONDS, plus the time that a slow network takes for the object. Ray
+itself waits a minute for the node of a stopped process."""
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -36,8 +36,8 @@ def share_together(
 ) -> list[Bytes | SharedBytes]:
     """Copies arrays into objects of at most `most_bytes` each; small ones stay as they are.
 
-    An object costs its writer a third of a millisecond, and as much again every process that gets
-    its reference: for items of a few megabytes that is more than the copy.
+    An object costs its writer a third of a millisecond, and each process that gets its reference as
+    much again. For items of a few megabytes, that is more than the copy.
     """
     shared: list[Bytes | SharedBytes] = []
     for group in groups([array.nbytes for array in arrays], most_bytes):

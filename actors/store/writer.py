@@ -1,4 +1,4 @@
-"""Writes encoded rows where answers and the cache refer to them: shared memory, or the device. Also
+"""Writes encoded rows to shared memory or the device, for answers and the cache to refer to. Also
 converts rows between tensors and bytes, and between dtypes."""
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class RowWriter:
         """`memory`: where rows may stay on the device. `largest_kept_bytes`: the largest object
         that references can keep."""
         self.spec = spec
-        self.fingerprint = spec.fingerprint  # once: it digests the whole configuration
+        self.fingerprint = spec.fingerprint  # stored, because it digests the whole configuration
         self.cache = cache
         self.shared = shared
         self.shared_fingerprint = spec.nameless.fingerprint
@@ -82,7 +82,7 @@ class RowWriter:
         return (self.fingerprint, *media.identity)
 
     def shared_key(self, media: Media) -> Key:
-        """In the shared cache, where the same weights may have another name."""
+        """The key in the shared cache, where the same weights may have another name."""
         return (self.shared_fingerprint, *media.identity)
 
     @property
@@ -91,18 +91,19 @@ class RowWriter:
         return bool(self.cache.max_bytes or self.shared)
 
     def stays_on_device(self, media: Media, dtype: Dtype) -> bool:
-        """Whether an item's rows are left on the device. Pruning needs them on the host."""
+        """Whether an item's rows are left on the device. An `evs_rate` needs them on the host."""
         if self.memory is None or not media.on_device or media.evs_rate or dtype == "float8_e4m3":
             return False
         return media.plan.tokens * self.spec.width * DTYPE_BYTES[dtype] > INLINE_BYTES
 
     def leaves_in_fp8(self, media: Media, dtype: Dtype) -> bool:
         """Whether the device quantises an item's rows, so that half as many bytes are read back.
-        Pruning needs the model's own, as caches do."""
+        Caches and an `evs_rate` need rows in the model's own dtype."""
         return dtype == "float8_e4m3" and not self.caches and not media.evs_rate
 
     def write(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
-        """The embeddings of encoded items, in order. Raises what Ray's object store raises."""
+        """Writes the rows of encoded items; returns their embeddings in order. Raises what Ray's
+        object store raises."""
         on_device = [self._left_on_device(media, item, dtype) for media, item in done]
         rest = [pair for pair, left in zip(done, on_device, strict=True) if left is None]
         on_host = iter(self._on_host(dtype, rest))
@@ -135,8 +136,8 @@ class RowWriter:
     def _cached(
         self, media: Media, item: Item, rows: Rows, mask: npt.NDArray[np.bool_] | None
     ) -> Bytes | SharedBytes:
-        """Puts rows into the caches there are. Returns them as the replica's own cache has them: in
-        an object of their own, so that evicting it frees its memory."""
+        """Puts rows into the configured caches. Returns the data that the replica's own cache has.
+        It is in a separate object, so that evicting it frees its memory."""
         data, _ = as_bytes(rows, self.spec.dtype)
         made = self.embedding(item, data, self.spec.dtype, len(rows), mask)
         if self.shared:
@@ -171,7 +172,7 @@ class RowWriter:
         mask: npt.NDArray[np.bool_] | None = None,
         scales: bytes = b"",
     ) -> Embedding:
-        """`mask`: which rows an `evs_rate` has left."""
+        """`mask`: which rows an `evs_rate` keeps."""
         kept = item.plan.kept_rows if mask is None else mask.nonzero()[0]
         waited = item.decode_queue_seconds + item.queue_seconds
         return Embedding(
@@ -188,7 +189,7 @@ class RowWriter:
         )
 
     def _pruned(self, media: Media, item: Item) -> tuple[Rows, npt.NDArray[np.bool_] | None]:
-        """The rows on the host that `evs_rate` leaves, and which those are."""
+        """The rows that `evs_rate` keeps, on the host, and their mask."""
         if item.in_fp8:
             return fp8_rows_of(item), None
         rows = on_host(rows_of(item))
@@ -199,8 +200,8 @@ class RowWriter:
 
 
 class RowBatch:
-    """Rows of one call. Those that leave the engine together are written together: an object in
-    Ray's shared memory is expensive (share_together)."""
+    """The rows of one call. Those that leave the engine together are written together, because an
+    object in Ray's shared memory is expensive (share_together)."""
 
     def __init__(self, writer: RowWriter, dtype: Dtype) -> None:
         self._writer = writer
@@ -220,10 +221,10 @@ class RowBatch:
         try:
             return (await asyncio.shield(written))[id(item)]
         finally:
-            del written  # a failure's traceback would refer to it, in a cycle that keeps the rows
+            del written  # breaks a cycle with the traceback of a failure, which would keep the rows
 
     def _write(self) -> dict[int, Embedding]:
-        """Everything that has arrived by now. In a thread."""
+        """Writes everything that has arrived by now. Runs in a thread."""
         with self._lock:
             done, self._waiting = self._waiting, []
             self._next_write = None
@@ -232,8 +233,8 @@ class RowBatch:
 
 
 def tensor(embedding: Embedding) -> Tensor:
-    """[tokens, width], a view of the embedding's own memory: not to be written to. float8_e4m3
-    becomes float32, in memory of its own.
+    """The rows [tokens, width], as a view of the embedding's memory, which must not be written to.
+    float8_e4m3 becomes float32, in separate memory.
 
     The data must be in this process already (shared_memory.here, router.here.encode_here).
     """
@@ -264,7 +265,7 @@ def torch_dtype(dtype: Dtype) -> torch.dtype:
 
 
 def as_bytes(rows: Rows, dtype: Dtype) -> tuple[Bytes, bytes]:
-    """The bytes of rows in a dtype, a view if the rows have it already; and of their scales."""
+    """The bytes of rows in a dtype (a view if the rows already have it), and of their scales."""
     scales = b""
     if dtype == "float8_e4m3":
         made = rows if isinstance(rows, Fp8Rows) else quantised(rows)

@@ -1,1 +1,1 @@
-"""Metrics, spans and the request that a log line is about, in every process."""
+"""Metrics, spans, and request ids in log lines, in every process."""

@@ -1,7 +1,7 @@
-"""The request that work is done for: every log line names it, and OpenTelemetry's spans follow it.
+"""Attributes work to its request, by the request id in every log line and OpenTelemetry's spans.
 
-ORIGIN travels with the work across threads and processes. Only `tracing.export` other than `off`
-imports OpenTelemetry's SDK.
+ORIGIN travels with the work across threads and processes. OpenTelemetry's SDK is only imported if
+`tracing.export` is not `off`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from actors.options import TracingOptions
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-LOG = "ray.serve"  # the logger that Serve gives each replica a file for
+LOG = "ray.serve"  # the logger that Serve writes to a file per replica
 
 Value = str | int | float
 KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
@@ -41,7 +41,7 @@ NEEDED = {
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What logs and spans need to know of a request. Can be pickled."""
+    """What logs and spans need to know about a request. Can be pickled."""
 
     request_id: str = ""  # safe to log; empty if unknown
     traceparent: str = ""
@@ -51,12 +51,12 @@ class Origin:
 NOBODY = Origin()
 
 ORIGIN: ContextVar[Origin] = ContextVar("origin", default=NOBODY)
-"""The request of the running task. Calls to other processes take it along as an argument."""
+"""The request of the running task. Calls to other processes pass it as an argument."""
 
 
 def named_request(record: logging.LogRecord) -> bool:
     """A filter that sets `request_id` on each log record. Serve's own filter, which runs before,
-    knows the id of one handle call only: the router's calls are made outside of their request."""
+    only knows the id of a handle call, and the router makes its calls outside of their request."""
     if request_id := ORIGIN.get().request_id:
         record.request_id = request_id
     return True
@@ -65,7 +65,7 @@ def named_request(record: logging.LogRecord) -> bool:
 def name_requests() -> None:
     """Adds request ids to this replica's log. Call it after Serve has set up its handlers."""
     for handler in logging.getLogger(LOG).handlers:
-        handler.addFilter(named_request)  # once, however often this is called
+        handler.addFilter(named_request)  # has no effect if it was added before
 
 
 class Spans:
@@ -82,8 +82,8 @@ class Spans:
         kind: Literal["server", "client", "internal"] = "internal",
         **attributes: Value,
     ) -> Iterator[Span]:
-        """Spans the block; spans opened inside, also in other processes, become its children. An
-        exception that leaves the block marks the span as failed."""
+        """Opens a span for the block. Spans opened inside, also in other processes, become its
+        children. An exception that leaves the block marks the span as failed."""
         if self.tracer is None:
             yield INVALID_SPAN
             return
@@ -94,7 +94,8 @@ class Spans:
             try:
                 yield span
             finally:
-                # Not by a token: a stream may be closed in another context than it was opened in.
+                # Not with a token, because a stream may be closed in another context than it was
+                # opened in.
                 ORIGIN.set(outer)
 
     def past(self, name: str, seconds: float, **attributes: Value) -> None:
@@ -112,7 +113,7 @@ def named(**attributes: Value) -> dict[str, Value]:
 
 
 def parent(origin: Origin) -> Context:
-    """Empty without a traceparent: the span begins a trace."""
+    """The context of the parent span. Empty without a traceparent: the span begins a trace."""
     return W3C.extract({"traceparent": origin.traceparent}, context=Context())
 
 
@@ -124,7 +125,7 @@ def traceparent(span: Span) -> str:
 
 
 def check_tracing(options: TracingOptions) -> None:
-    """Raises ConfigError where the packages that `tracing.export` needs are not installed."""
+    """Raises ConfigError if the packages that `tracing.export` needs are not installed."""
     for module in NEEDED.get(options.export, ()):
         try:
             import_module(module)
