@@ -4,8 +4,8 @@
 // The first 64 columns of a head are stored in shared memory as swizzled rows of 128 bytes; a group
 // of such rows is a lot. For values, the other 8 or 16 columns and a column of ones follow in a
 // second lot, because one GEMM reads both. For queries and keys, the other columns are stored
-// elsewhere, in rows of their own. If PAD, these columns of the keys are followed by ones, which all
-// keys share.
+// elsewhere, in rows of their own. If PAD, these columns of the keys are followed by ones, which
+// all keys share.
 
 constexpr int CHUNKS = SIZE / 8;
 constexpr int REST = CHUNKS - 8;  // chunks of 8 columns after the first 64
