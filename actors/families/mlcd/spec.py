@@ -1,6 +1,6 @@
 """MLCD on its own, every image as one tile: transformers.models.mlcd.
 
-Its smaller checkpoints are CLIPs to transformers, and here.
+Here, as in transformers, its smaller checkpoints are CLIPs.
 """
 
 from __future__ import annotations
