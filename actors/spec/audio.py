@@ -27,7 +27,7 @@ dtype of a tower holds it exactly. Every convolution sees zeros there; with sile
 first one would output other values."""
 Features = Literal["phi4", "parakeet", "gemma4"]
 """Whose log-mel frames a conformer takes; see media/log_mel.py."""
-MOST_WINDOWS = 64  # of sounds that share a pack
+MOST_WINDOWS = 64  # windows of the sounds that share a pack
 BUDGET_SECONDS = 30.0
 SOUNDS_PER_BUDGET = 4
 """The default largest budget holds so many sounds of BUDGET_SECONDS, or of the most seconds that a
@@ -49,7 +49,7 @@ class AudioSizing(ABC):
     @property
     @abstractmethod
     def patch_size(self) -> int:
-        """The samples of a patch."""
+        """The step from one patch to the next, in samples."""
 
     @property
     @abstractmethod

@@ -110,8 +110,8 @@ class Strided(ByFpsOrFrames):
 
 @dataclass(frozen=True, slots=True)
 class Timed(ByFps):
-    """At equal times, up to a duration (Glm4vVideoProcessor, except that this one takes no frame of
-    a longer video if `fps` is too low for one in that duration)."""
+    """At equal times, up to a duration (Glm4vVideoProcessor). If `fps` is too low for a frame in
+    that duration, transformers takes no frame of a longer video; this takes one."""
 
     most_seconds: float
 

@@ -192,7 +192,7 @@ class SquareSlices(SlicedSizing):
     """The side of a slice: whole merge blocks."""
     min_tokens: int
     max_tokens: int
-    """Of the whole image."""
+    """With `min_tokens`, the range of tokens of the whole image."""
     tolerance: float
     """Only images of more than so many times `max_tokens` have slices."""
     thumbnail: bool

@@ -422,7 +422,7 @@ class OverlappingTiles(CutTiles):
 
     @property
     def step_patches(self) -> int:
-        """From one tile to the next."""
+        """Patches from one tile to the next."""
         return self.side_patches - sum(self.margins)
 
     @property

@@ -59,7 +59,7 @@ def siglip(source: ModelSource) -> ModelSpec:
 
 
 def clip(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, or the projected vector."""
+    """Rows of the last hidden state, the class token's first, or the projected vector."""
     return alone("clip", CLIP_TOWER, source, class_tokens=1)
 
 

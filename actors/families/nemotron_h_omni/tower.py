@@ -54,7 +54,7 @@ LEARNED = "patch_generator.cls_token.token"
 """The rows of class tokens and registers."""
 LAST_NORM = "vision_final_layernorm"
 NORM, UP, DOWN = "0", "1", "3"
-"""Of the projector."""
+"""The names of the projector's layers."""
 
 EPSILON = 1e-5  # of its norm: the configuration does not say
 

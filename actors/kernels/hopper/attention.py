@@ -125,8 +125,8 @@ def item_table(
 ) -> Tensor:
     """int32 [size, 4]: (number of entries, strips, 0, 0), then the entries. Unused rows are zero.
 
-    `strips` is that of the only segment, if there is one and the ring does not hold it at once;
-    otherwise 0. `chosen`: which segments get entries; empty: all.
+    `strips` is 0, unless only one segment has entries and the ring does not hold it at once.
+    `chosen`: which segments get entries; empty: all.
 
     A segment that the ring holds at once has one entry; a longer one has an entry per tile of a
     cluster. An entry is its segment's start and end, the index of that segment's first entry, and

@@ -193,7 +193,7 @@ class Blocks(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """x [patches, width]; cos, sin float32 [patches, head size / 2], None without rotary.
 
-        May write over x. Returns the last hidden state and those after each tapped layer (for
+        May overwrite x. Returns the last hidden state and those after each tapped layer (for
         deepstack).
         """
 

@@ -119,7 +119,7 @@ class Positions:
         return {"taps": taps.int(), "tap_weights": weights}
 
     def add_to(self, x: Tensor, values: Values) -> Tensor:
-        """x plus the positions; may write over x."""
+        """x plus the positions; may overwrite x."""
         taps, weights = values["taps"], values["tap_weights"]
         if x.is_cuda:
             from actors.kernels.triton.elementwise import add_positions_  # Triton needs CUDA
