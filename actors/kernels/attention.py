@@ -92,7 +92,7 @@ class SegmentAttention:
 
 
 class TritonAttention:
-    """Triton's kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
+    """Our Triton kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
 
     A captured launch serves any layout that fits its table, and takes only the time of that layout.
     """

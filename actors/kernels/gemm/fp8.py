@@ -57,7 +57,7 @@ def values(matrix: Matrix) -> Tensor:
 def quantised(x: Tensor) -> Fp8Rows:
     """Quantises x [rows, columns] in plain torch. On CUDA, kernels/triton/elementwise.py is faster.
 
-    A row with an infinite value becomes NaN. Only here, so does a row with a NaN.
+    A row with an infinite value becomes NaN. In this implementation, so does a row with a NaN.
     """
     if x.device.type == "cpu" and len(x) > BLOCK_ROWS:
         return Fp8Rows.cat([quantised(part) for part in x.split(BLOCK_ROWS)])

@@ -341,7 +341,7 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
             // Shared strips are merged in the memory of the queries. That memory is freed only
             // here, where the results depend on all loads from it, because an arrival on a barrier
             // does not wait for loads. When it was freed right after the loads, the next queries
-            // overwrote the ones that were still being loaded.
+            // overwrote queries that were still being loaded.
             if (work.shared) merge(ring.scratch, o, softmax, group, thread);
             if (!work.shared || group == 0)
                 store(qkv, plan.heads, work, work.row + 64 * strip, o, thread);
