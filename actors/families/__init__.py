@@ -1,1 +1,1 @@
-"""One folder per model family: spec.py (no torch), tower.py, presets. The folders are the list."""
+"""One folder per model family: spec.py (no torch), tower.py, presets. There is no other list."""

@@ -1,7 +1,7 @@
-"""The registry of model families: it lists the folders beside this file and imports their spec.py.
+"""The registry of model families: imports the spec.py of each folder next to this file.
 
-A family is served because its folder is here: there is no list to edit. No torch: towers are
-imported by models/load.py.
+To add a family, add its folder; there is no list to edit. No torch: models/load.py imports the
+towers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def readers() -> Mapping[str, Reader]:
 
 @cache
 def refused() -> Mapping[str, str]:
-    """`model_type` of a model that is not served -> why, and which of its kin is."""
+    """`model_type` of a model that is not served -> why, and which related model is."""
     found = [(spec, getattr(spec, "REFUSED", {})) for spec in specs()]
     return {
         kind: f"{reason}. The nearest that is served is {next(iter(spec.MODEL_TYPES))}"
@@ -75,7 +75,7 @@ def processors() -> Mapping[str, Mapping[str, str]]:
 
 
 def model_type_of(files: Files, config: Json) -> str:
-    """`model_type` of config.json, unless the processor tells that the model is another one."""
+    """`model_type` of config.json, unless the processor shows that the model is another one."""
     kind = str(config.get("model_type") or config.get("architectures"))
     others = processors().get(kind)
     return others.get(processor_name(files), kind) if others else kind
@@ -115,7 +115,7 @@ def read(options: ModelOptions, files: Files | None = None) -> ModelSpec:
     try:
         spec = made(files, config)
     except DAMAGED as error:
-        # What has not been read by now may be read with other keys.
+        # With other keys, the reader may read files that it has not read so far.
         for name in (*PROCESSOR_FILES, VIDEO_PROCESSOR_FILE):
             with suppress(CheckpointError):
                 files.read_json(name)
@@ -159,7 +159,7 @@ def check_sizes(spec: ModelSpec) -> None:
 
 
 def with_kwargs(spec: ModelSpec, kind: Kind, kwargs: ImagesKwargs) -> ModelSpec:
-    """The spec with these in place of the checkpoint's own. Raises ConfigError."""
+    """The spec with these options in place of the checkpoint's own. Raises ConfigError."""
     try:
         asked = spec.asked(kind, ProcessorKwargs(**kwargs.model_dump()))
     except InvalidOption as error:

@@ -1,6 +1,6 @@
-"""CUDA kernels behind plain functions of tensors. Know no model, graph or configuration.
+"""CUDA kernels behind plain functions of tensors. They know no model, graph or configuration.
 
-attention.py chooses between those of triton/ and hopper/; gemm/ has the GEMMs.
+attention.py chooses between the attention kernels of triton/ and hopper/; gemm/ has the GEMMs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ Values = Mapping[str, Tensor]  # the inputs themselves
 
 
 def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call of `cuda.bindings` returned besides its status. RuntimeError on failure."""
+    """The values that a `cuda.bindings` call returned. Raises RuntimeError if its status is not
+    success."""
     code, *values = result
     if code.value:
         raise RuntimeError(f"CUDA: {code!r}")

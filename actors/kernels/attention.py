@@ -27,7 +27,7 @@ from actors.kernels.hopper.attention_fp8 import long_kernels
 HEAD_SIZES = tuple(range(64, 129, 8))
 SHORT_ROWS = 64
 LONG_ROWS = 128
-LONG_PATCHES = 1024  # up to here budgets use short tiles, so that there are enough for all SMs
+LONG_PATCHES = 1024  # budgets up to this use short tiles, so that there are enough for all SMs
 
 
 class Attention(Protocol):
@@ -39,18 +39,18 @@ class Attention(Protocol):
         """Shapes and dtypes of the static inputs for a budget of this many patches."""
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
-        """Host values of those inputs for segments of these lengths, padded to full size."""
+        """Host values of those inputs, for segments of these lengths, padded to full size."""
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Packed q, k, v [patches, 3, heads, head size], rotated, to [patches, heads x head size].
 
-        May write over qkv, and the result may be a view of it. Rows beyond the last segment:
-        finite if qkv is, otherwise undefined.
+        May overwrite qkv, and the result may be a view of it. Rows beyond the last segment are
+        finite if qkv is, but otherwise undefined.
         """
 
     def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        """As the call, with long segments in FP8 if `attention_fp8.has` that. Rotates q and k
-        first, unless cos is None: see `rotate_`."""
+        """Like `__call__`, with long segments in FP8 if `attention_fp8.has` says so. Rotates q and
+        k first, unless cos is None; see `rotate_`."""
 
 
 class SegmentAttention:
@@ -62,7 +62,7 @@ class SegmentAttention:
     name = "reference"
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """Segment ends; unused ones repeat the last: empty segments."""
+        """Segment ends. Unused ones repeat the last, which makes them empty segments."""
         return {"segment_ends": ((segments,), torch.int32)}
 
     def metadata(self, lengths: Sequence[int], patches: int, segments: int) -> dict[str, Tensor]:
@@ -92,7 +92,7 @@ class SegmentAttention:
 
 
 class TritonAttention:
-    """Triton's kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
+    """Our Triton kernel over a table of query tiles. CUDA, bfloat16 and float16, HEAD_SIZES.
 
     A captured launch serves any layout that fits its table, and takes only the time of that layout.
     """
@@ -116,7 +116,7 @@ class TritonAttention:
         return attend_(qkv, values["attention_tiles"], tile_rows(len(qkv)))
 
     def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
-        """In 16 bits."""
+        """Runs in 16 bits: there is no FP8 form of this kernel."""
         rotate_given(qkv, cos, sin)
         return self(qkv, values)
 
@@ -153,8 +153,8 @@ def choose(
 
     CUDA in 16 bits: HopperAttention on compute capability 9.0 for head sizes 64, 72 and 80, else
     TritonAttention for HEAD_SIZES. Everything else: SegmentAttention, which a CUDA graph cannot
-    hold. `captured`: it must be capturable; raises StartError if it is not. `fp8`: some layers need
-    Attention.fp8.
+    capture. `captured`: it must be capturable; raises StartError if it is not. `fp8`: some layers
+    need Attention.fp8.
     """
     if device.type != "cuda":
         return SegmentAttention()

@@ -1,10 +1,10 @@
-"""Towers of the fourth kind: conformers, over the positions of packed sounds.
+"""Conformer towers: encoders of packed sounds.
 
-A layer is half a feed-forward, attention, a convolution, half a feed-forward and a norm. Scores of
-attention have terms of the distance between two positions, which no kernel of ours adds, and the
-layers have one form, plain torch. Distances within a sound are those within the pack, so that a
-pack is one sequence in which sounds do not see each other. Shapes are static: which position is of
-which sound is data.
+A layer is half a feed-forward, attention, a convolution, half a feed-forward and a norm. Layers
+exist in plain torch only, because attention scores have terms that depend on the distance between
+two positions, which none of our kernels adds. A pack is one sequence in which sounds do not see
+each other; the distance between two positions of a sound is the same in the pack. Shapes are
+static: which position belongs to which sound is data.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from actors.types import ItemPlan
 
 KERNEL = 3  # frames, and mels, of the convolutions that halve them
 CONVOLVED = 256
-"""Positions that are convolved together: of 1024 channels, each takes 0.6 MB after the first."""
-APART = -1  # of what is no position: none ends there
+"""Positions that are convolved at a time. With 1024 channels, each takes 0.6 MB after the first
+convolution."""
+APART = -1  # the end of a segment for what is no position: no segment ends there
 
 Module = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Halving:
-    """A convolution over frames and mels that skips every other one, and ReLU."""
+    """A convolution over frames and mels with a stride of 2, and ReLU."""
 
     kernel: Affine
     groups: int
     after: Module = lambda x: x
-    """Of [..., channels, frames, mels]."""
+    """Applied to [..., channels, frames, mels], before ReLU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class FeedForward:
     up: Affine
     down: Affine
     after: Affine | None = None
-    """The norm of what it adds (Gemma 4)."""
+    """The norm of its output, before that is added (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,13 @@ class Attending:
     qkv: Affine
     proj: Affine
     terms: tuple[Tensor, ...] = ()
-    """What else the family's scores need of this layer."""
+    """What else `scored` needs of this layer."""
     after: Affine | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Over positions, of each channel alone, between two linear layers."""
+    """A depthwise convolution over positions, between two linear layers."""
 
     norm: Affine
     up: Affine
@@ -75,7 +76,7 @@ class Convolution:
     """[width, taps]."""
     bias: Tensor
     middle: Module
-    """Before the activation."""
+    """Applied before the activation."""
     down: Affine
 
 
@@ -94,11 +95,11 @@ class ConformerStyle:
     norm: Norm
     epsilon: float
     up: Module
-    """After the first layer of a feed-forward."""
+    """Applied after the first layer of a feed-forward."""
     glu: Module
-    """[..., 2 x width] to [..., width], after the first layer of a convolution."""
+    """Applied after the first linear layer of a convolution: [..., 2 x width] to [..., width]."""
     later: int
-    """Taps of a convolution after a position; the others are before it, or its own."""
+    """How many taps of a convolution are after the position. The others are at it or before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +108,7 @@ class ConformerParts:
 
     halvings: Sequence[Halving]
     out: Affine
-    """From what the convolutions make of a position to [positions, width]."""
+    """From the output of the convolutions to [positions, width]."""
     layers: Sequence[ConformerLayer]
     style: ConformerStyle
     head: Module
@@ -115,7 +116,7 @@ class ConformerParts:
 
 
 class ConformerTower(Tower):
-    """One path. A family says what attention sees and adds."""
+    """One path. A family implements attention: `context` and `scored`."""
 
     def __init__(
         self, spec: ModelSpec, parts: ConformerParts, attention: Attention, blocks: BlocksForm
@@ -129,7 +130,7 @@ class ConformerTower(Tower):
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """`ends`: where in the pack the segment of each position ends. What an earlier pack left
-        beyond this one ends there, too, and so is of no segment of this one."""
+        beyond the end of this one ends later, and so belongs to no segment of this one."""
         patch_bytes = self.sizing.patch_values * torch.float32.itemsize
         return {
             "patches": ((tokens, patch_bytes), torch.uint8),
@@ -158,11 +159,11 @@ class ConformerTower(Tower):
     @abstractmethod
     def context(self, ends: Tensor, own: Tensor) -> tuple[Tensor, ...]:
         """What `scored` needs of a pack, the same in all layers. `ends`: see `inputs`. `own`, bool
-        [positions]: whether there are frames of its own."""
+        [positions]: whether a position has frames of its own."""
 
     @abstractmethod
     def scored(self, qkv: Tensor, terms: tuple[Tensor, ...], context: tuple[Tensor, ...]) -> Tensor:
-        """Attention of [3, heads, positions, head size]: [heads, positions, head size]."""
+        """Attention: qkv [3, heads, positions, head size] to [heads, positions, head size]."""
 
     def near(self, ends: Tensor, own: Tensor) -> Tensor:
         """bool [positions, taps]: which of the positions around each one its convolution sees."""
@@ -176,8 +177,8 @@ class ConformerTower(Tower):
         return torch.cat([self.halved(part) for part in frames.split(CONVOLVED)]), own
 
     def halved(self, frames: Tensor) -> Tensor:
-        """[positions, seen frames, mels] to [positions, width]. Beyond a sound each convolution
-        sees zeros, not what the one before makes of nothing."""
+        """[positions, seen frames, mels] to [positions, width]. Beyond the end of a sound, each
+        convolution sees zeros, not the output of the previous one."""
         frames = frames.to(self.dtype)
         seen = frames[:, :, 0] != BEYOND
         x = (self.scaled(frames) * seen[:, :, None])[:, None]
@@ -217,14 +218,14 @@ class ConformerTower(Tower):
 
 
 def around(x: Tensor, taps: int, later: int, value: float = 0) -> Tensor:
-    """A view of [positions, ...] as [positions, ..., taps]: `later` rows after each, itself, and
-    others before it."""
+    """Windows of x [positions, ...], as [positions, ..., taps]: of each row, the rows before it,
+    itself, and `later` rows after it."""
     rows = (*(0, 0) * (x.dim() - 1), taps - 1 - later, later)
     return F.pad(x, rows, value=value).unfold(0, taps, 1)
 
 
 def together(ends: Tensor) -> Tensor:
-    """bool [positions, positions]: which are of one segment."""
+    """bool [positions, positions]: which are of the same segment."""
     return ends[:, None] == ends
 
 
@@ -244,8 +245,8 @@ def pointwise(weights: Weights, name: str) -> Affine:
 def expected_halvings(
     names: Sequence[tuple[str, str]], first: str, out: str, channels: int, width: int, mels: int
 ) -> Expected:
-    """Of Phi-4 and Parakeet: a convolution of all mels, others of each channel alone, each followed
-    by one of one tap (`names`), and a linear layer."""
+    """The tensors of Phi-4's and Parakeet's convolutions: one over a single channel (`first`),
+    depthwise ones that are each followed by a pointwise one (`names`), and a linear layer."""
     shapes = affine(first, (channels, 1, KERNEL, KERNEL))
     for kernel, mix in names:
         shapes |= affine(kernel, (channels, 1, KERNEL, KERNEL))

@@ -44,7 +44,8 @@ DUMMY_SEED = 0  # fixed: every replica of a service must give the same embedding
 
 
 def family_of(model: ModelSpec) -> Family[Any]:
-    """Raises CheckpointError for what `vision_config` lacks."""
+    """How to build the tower. Raises CheckpointError if `vision_config` lacks or misstates a
+    key."""
     tower = import_module(f"actors.families.{model.folder}.tower")
     try:
         family: Family[Any] = tower.family(model)
@@ -62,7 +63,7 @@ def family_of(model: ModelSpec) -> Family[Any]:
 
 
 def examples(model: ModelSpec) -> Iterator[ModelSpec]:
-    """The presets of its family, and of those that share its folder."""
+    """The specs of the presets of the model's family, and of families that share its folder."""
     for name in presets_of(model.folder, model.family):
         with suppress(CheckpointError):
             yield read(ModelOptions(id=name, load_format="dummy"))
@@ -76,11 +77,11 @@ def load(
     blocks: BlockChoice = "auto",
     fp8: Collection[str] = (),
 ) -> Tower:
-    """Reads the tower's weights, and only those. Raises CheckpointError.
+    """Builds the tower. Of the weights, only the tower's are read. Raises CheckpointError.
 
-    `captured`: for graphs. Raises StartError, before anything large is read, if it cannot be.
-    `blocks`: the form of the blocks. `fp8`: see Weights. Raises ConfigError for what this model and
-    device do not have.
+    `captured`: CUDA graphs will capture the tower; raises StartError, before anything large is
+    read, if they cannot. `blocks`: the form of the blocks. `fp8`: see Weights. Raises ConfigError
+    if the model or the device does not support one of these.
     """
     model = read(options)
     if fp8:
@@ -89,12 +90,12 @@ def load(
     form = form_of_blocks(model, device, blocks)
     tower = assemble(model, tensors(options, model, device), device, kernel, form, fp8)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what only building needed is free for the graphs that follow
+        torch.cuda.empty_cache()  # the graphs that follow need the memory that building used
     return tower
 
 
 def check_fp8(model: ModelSpec, device: torch.device, layers: Collection[str] = ()) -> None:
-    """Raises ConfigError if the tower or the device has no FP8, or the tower no such layers."""
+    """Raises ConfigError if the tower or the device does not support FP8, or a layer is unknown."""
     model.check_fp8()
     expected = family_of(model).expected
     linears = {name: name.removesuffix(ATTENTION) for name in layers}
@@ -112,9 +113,9 @@ def check_fp8(model: ModelSpec, device: torch.device, layers: Collection[str] = 
 
 
 def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Mapping[str, Tensor]:
-    """The tower's weights, under the checkpoint's names without their prefix.
+    """The tower's weights, keyed by the checkpoint's names without their prefix.
 
-    A checkpoint's are on the CPU; random ones are made on the tower's device.
+    Weights of a checkpoint are on the CPU; random ones are made on the tower's device.
     """
     family = family_of(model)
     if model.dummy:
@@ -126,8 +127,8 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
 
 
 def weights_digest(options: ModelOptions) -> str:
-    """SHA-256 of the tower's weights, and of the tokenizer's files if it takes texts, whatever the
-    checkpoint is called."""
+    """SHA-256 of the tower's weights and, if it takes texts, of the tokenizer's files. Does not
+    depend on what the checkpoint is called."""
     model, files, digest = read(options), find(options), sha256()
     for name in TOKENIZER_FILES if model.text else ():
         if path := files.path(name):
@@ -141,7 +142,8 @@ def weights_digest(options: ModelOptions) -> str:
 
 
 def reason_for(options: ModelOptions, files: Files, name: str) -> str:
-    """Which key of config.json decides whether a tensor is expected, by trying other values."""
+    """Finds the key of config.json that decides whether a tensor is expected, by trying other
+    values. Empty if there is none."""
     noted = Noted(files)
     model = read(options, noted)
     expected = name in family_of(model).expected
@@ -172,7 +174,8 @@ def leaves(config: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
 
 
 def others(value: Any) -> list[Any]:
-    """Fewer and more layers; another switch; a shorter and a longer list."""
+    """Values to try instead: fewer and more layers, the opposite switch, an empty and a longer
+    list."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -187,7 +190,8 @@ def build(
     blocks: BlocksForm | None = None,
     fp8: Collection[str] = (),
 ) -> Tower:
-    """The tower on its device, with the fastest attention, and the fastest blocks unless given."""
+    """Builds the tower with the fastest attention and, unless `blocks` is given, the fastest
+    blocks."""
     blocks = blocks or form_of_blocks(model, device)
     return assemble(model, tensors, device, choose_attention(model, device, fp8), blocks, fp8)
 

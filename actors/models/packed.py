@@ -1,6 +1,7 @@
-"""Towers of the first kind: images of any size packed into one sequence, one segment each.
+"""Packed towers: images of any size share one sequence, and each is an attention segment.
 
-A family gives its `PackedParts`, which are mostly weights. Shapes are static: every layout is data.
+A family supplies its `PackedParts`, which are mostly weights. Shapes are static; the layout of a
+pack is data.
 """
 
 from __future__ import annotations
@@ -38,21 +39,22 @@ class PackedParts:
     """What differs between families, on the tower's device."""
 
     embedding: Affine
-    """For `uint8 - 128`: see patches.folded_embedding."""
+    """Takes `uint8 - 128`; see patches.folded_embedding."""
     layers: Sequence[BlockWeights]
     style: Style
     head: Callable[[Tensor, Sequence[Tensor]], Tensor]
-    """The last hidden state [patches, width], and those of `taps`, to [tokens, width of a row]."""
+    """From the last hidden state [patches, width] and those of `taps` to [tokens, width of a
+    row]."""
     later: Tensor | None = None
-    """[width, bytes of a patch]: the embedding of what changes, in uint8, from the first frame of a
-    temporal group to the second. None: the tower takes no videos."""
+    """[width, bytes of a patch]: embeds the difference, in byte values, between the second frame
+    of a temporal group and the first. None: the tower takes no videos."""
     taps: Sequence[int] = ()
-    """Layers whose output the head needs, too."""
+    """Layers whose output the head needs, besides that of the last."""
     positions: Positions | AntialiasedPositions | None = None
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied to embedded patches before positions are added."""
     rotary: bool = True
-    """False: the tower has no rotary embedding, and no input of places."""
+    """False: the tower has no rotary embedding, and no input `places`."""
 
 
 class PackedTower(Tower):
@@ -64,7 +66,7 @@ class PackedTower(Tower):
         self.spec = spec
         assert isinstance(spec.sizing, BlockSizing)
         self.sizing = spec.sizing
-        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
+        self.parts = replace(parts, layers=())  # the blocks hold them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         width, device = len(parts.embedding.weight), parts.embedding.weight.device
@@ -129,12 +131,13 @@ class PackedTower(Tower):
         return self.parts.head(x, tapped)
 
     def embedded(self, values: Values) -> Tensor:
-        """[patches, width]. A function of its own, so that the centred bytes are freed here."""
+        """Returns [patches, width]. A separate method, so that the centred bytes are freed when it
+        returns."""
         first = centred(values["patches"], self.dtype)
         x = F.linear(first, self.parts.embedding.weight, self.parts.embedding.bias)
         if self.parts.later is None or "later" not in values:
             return x
-        # Bytes and their differences are exact in bfloat16; the differences of an image are zero.
+        # Bytes and their differences are exact in bfloat16. The differences are zero for an image.
         later = centred(values["later"], self.dtype).sub_(first)
         return torch.addmm(x, later, self.parts.later.t())
 
@@ -142,7 +145,7 @@ class PackedTower(Tower):
         return outputs[0][: sum(plan.tokens for plan in plans)]
 
     def kept(self, plan: ItemPlan, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the inputs for its grid, those of the patches that an image has."""
+        """The inputs of an image's grid, without those of the patches that were pruned."""
         if not plan.blocks:
             return values
         rows, merged = torch.from_numpy(plan.kept_rows), self.sizing.merge_size**2
@@ -152,7 +155,7 @@ class PackedTower(Tower):
         }
 
     def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
-        """The inputs with a row per patch, for one grid."""
+        """The inputs that have a row per patch, for one grid."""
         on_grid = places(rows, columns, self.sizing.merge_size)
         values = {"places": on_grid.int()} if self.parts.rotary else {}
         if positions := self.parts.positions:
@@ -190,12 +193,13 @@ class SlicedTower(PackedTower):
         return list(chain.from_iterable(map(self.slices.pictures, plans)))
 
     def most_pictures(self, tokens: int, segments: int) -> int:
-        """A bound on the attention segments: `segments` counts images, not their slices."""
+        """An upper bound on the attention segments. `segments` counts images, not their slices."""
         return segments + tokens // self.slices.least_tokens
 
 
 def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
-    """Rows and columns of each picture of each item. A pruned image has fewer patches than that."""
+    """Rows and columns, in patches, of each picture of each item. A pruned image has fewer patches
+    than its grid."""
     return list(
         chain.from_iterable(
             [(rows, columns)] * max(1, plan.patches // (rows * columns))
@@ -206,6 +210,6 @@ def grids_of(plans: Sequence[ItemPlan]) -> list[tuple[int, int]]:
 
 
 def segments_of(plan: ItemPlan) -> list[int]:
-    """Patches of each attention segment."""
+    """The number of patches in each attention segment."""
     starts = range(0, plan.patches, plan.group_patches)
     return [min(plan.group_patches, plan.patches - start) for start in starts]

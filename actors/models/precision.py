@@ -1,4 +1,4 @@
-"""The plan of `graphs.precision: fp8`: which layers of one checkpoint are computed in FP8.
+"""The plan for `graphs.precision: fp8`: which layers of one checkpoint run in FP8.
 
 `encoder-service calibrate` measures and writes it; a replica reads it when it starts.
 """
@@ -17,35 +17,39 @@ from actors.spec.checkpoint import parse
 
 
 class PrecisionPlan(Options):
-    """Linear layers by the checkpoint's own names, of fused ones the first, and attention: see
-    `ATTENTION` in layers/block.py."""
+    """Which layers of a checkpoint run in FP8, and the errors that were measured.
+
+    A linear layer has its name in the checkpoint; if several are fused, that of the first. For the
+    names of attention, see `ATTENTION` in layers/block.py.
+    """
 
     model: str
     weights: str
-    """`weights_digest`: the plan is for these alone, whatever the checkpoint is called."""
+    """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the
+    checkpoint is called."""
     fp8: tuple[str, ...] = Field(strict=False, min_length=1)
     errors: dict[str, float]
-    """Of every layer in FP8, relative to float32."""
+    """The error of each layer in FP8, relative to float32."""
     rows_error: float
-    """Relative to `model.dtype`, of the image with the largest."""
+    """The largest error of an image's rows, relative to `model.dtype`."""
     rows_cosine: float
-    """Mean over the rows of an image, of the image with the least."""
+    """The smallest cosine similarity of an image: the mean over its rows."""
     images: int
 
     @property
     def digest(self) -> str:
-        """Rows of equal plans are equal."""
+        """Plans with the same digest give the same rows."""
         return sha256(" ".join(sorted(self.fp8)).encode()).hexdigest()
 
 
 def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:
-    """Identifies the rows of a model: its weights, and which layers are in FP8."""
+    """Identifies what a model's rows depend on: its weights, and which layers run in FP8."""
     plan = read_plan(graphs, model)
     return f"{plan.weights} fp8 {plan.digest}" if plan else weights_digest(model)
 
 
 def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
-    """None: all is in `model.dtype`. Raises ConfigError."""
+    """The plan, or None if everything runs in `model.dtype`. Raises ConfigError."""
     if graphs.precision == "bf16":
         return None
     path = Path(graphs.precision_file)
@@ -59,7 +63,7 @@ def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
 
 
 def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:
-    """As `parse_plan`. Raises ConfigError also for a plan of another checkpoint."""
+    """Like `parse_plan`, but also raises ConfigError for a plan of another checkpoint."""
     plan = parse_plan(graphs)
     if plan and plan.weights != weights_digest(model):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""A tower's tensors, from the shards of a safetensors checkpoint that hold it, or random."""
+"""Reads a tower's tensors from a safetensors checkpoint, or makes random ones."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 FP8 = "F8_E4M3"
 
 POOL = 2**22 - 3
-"""Size of the pool of normals that random weights are cut from. A prime, so that no two rows of a
-matrix, or layers of a tower, start at the same number."""
+"""Size of the pool of normally distributed numbers that random weights are cut from. A prime, so
+that no two rows of a matrix, or layers of a tower, start at the same number."""
 
 SCALES = (".weight_scale", ".weight_scale_inv")
-"""Suffixes of what FP8 weights are multiplied by: compressed-tensors and NVIDIA's checkpoints have
-the first, Qwen's, which have scales for blocks, the second."""
+"""Suffixes of the scales of FP8 weights. compressed-tensors and NVIDIA's checkpoints use the first;
+Qwen's, which have a scale per block, use the second."""
 BLOCK = 128
-"""Rows and columns that share a scale."""
+"""Rows and columns of a block that shares a scale."""
 UNREAD = (".input_scale",)
-"""Of static scales for activations: ours are for each row, see kernels/gemm/fp8.py."""
+"""Suffix of static scales for activations. They are not read, because our scales are per row and
+computed at run time; see kernels/gemm/fp8.py."""
 
 QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """Suffixes of the tensors that accompany quantised weights."""
@@ -48,12 +49,12 @@ def load(
     unused: Collection[str] = (),
     reason: Callable[[str], str] = lambda name: "",
 ) -> dict[str, Tensor]:
-    """The tensors whose names start with a prefix, keyed without it, on the CPU.
+    """Reads the tensors whose names start with a prefix, keyed without it, to the CPU.
 
-    In the checkpoint's own precision; FP8 becomes bfloat16. `model.` may precede any prefix.
+    They keep the checkpoint's precision, but FP8 becomes bfloat16. `model.` may precede any prefix.
     `unused` tensors may be present and are not read. Raises CheckpointError that names tensors
-    which are missing, unexpected, misshapen or quantised otherwise, and the `reason` why the first
-    is or is not expected.
+    which are missing, unexpected, misshapen or quantised in another way, and the `reason` why the
+    first is or is not expected.
     """
     weights: dict[str, Tensor] = {}
     shards = located(files, prefixes, expected, unused, reason)
@@ -78,7 +79,7 @@ def weight_of(name: str, suffixes: Sequence[str]) -> str:
 
 
 def dequantised(name: str, weight: Tensor, scale: Tensor) -> Tensor:
-    """A weight in bfloat16: `scale` is for all of it, for each row, or for each block."""
+    """The weight in bfloat16. `scale` has one number in all, one per row, or one per block."""
     rows, columns = weight.flatten(1).shape
     scale = scale.float()
     if tuple(scale.shape) == (-(-rows // BLOCK), -(-columns // BLOCK)):
@@ -100,7 +101,7 @@ def located(
     unused: Collection[str],
     reason: Callable[[str], str] = lambda name: "",
 ) -> dict[Path, dict[str, str]]:
-    """By shard: the tower's tensors that it holds, and their names in the shard."""
+    """Maps each shard to the tower's tensors that it holds, and those to their names in it."""
     index = files.read_json(INDEX)
     shards: dict[str, str] = index.get("weight_map", {}) if index else single(files)
     found: dict[str, str] = {}
@@ -126,7 +127,7 @@ def located(
 
 
 def single(files: Files) -> dict[str, str]:
-    """Names in a checkpoint with one file."""
+    """The `weight_map` of a checkpoint that is a single file."""
     path = files.path(SINGLE)
     if path is None:
         raise CheckpointError(
@@ -166,9 +167,9 @@ def check(
     scales: Mapping[str, str],
     shard: Path,
 ) -> None:
-    """Raises CheckpointError for wrong shapes and types in a shard's header.
+    """Raises CheckpointError if a shape or type in a shard's header is wrong.
 
-    `scales`: names of the scales of FP8 weights, by weight.
+    `scales`: maps FP8 weights to the names of their scales.
     """
     if absent := set(names.values()) - set(tensors.keys()):
         raise CheckpointError(f"{shard} lacks {some(absent)}, which the index says it holds")
@@ -207,11 +208,11 @@ def natural(name: str) -> list[str | int]:
 
 
 class Dummy(Mapping[str, Tensor]):
-    """Random float32 weights on a device: the same in every process, on any device.
+    """Random float32 weights, the same in every process and on any device.
 
-    Matrices keep the variance of what they multiply, scales are about 1, biases small, so that
-    outputs are finite and differ; those whose name contains a part in `faint` are a tenth of that.
-    A tensor is made when it is asked for, anew each time, and not kept: billions of parameters take
+    Matrices keep the variance of their inputs, scales are about 1, and biases are small, so that
+    outputs are finite and differ. Tensors whose names contain a part in `faint` are a tenth as
+    large. A tensor is made anew on every access and not kept, so that billions of parameters need
     neither the time to draw them nor the memory to hold them.
     """
 
@@ -226,7 +227,7 @@ class Dummy(Mapping[str, Tensor]):
         self.starts = dict(zip(sorted(expected), accumulate(counts, initial=0), strict=False))
 
     def __getitem__(self, name: str) -> Tensor:
-        """The values after those of the previous tensor in the pool, wrapping around."""
+        """Takes the numbers that follow the previous tensor's in the pool, wrapping around."""
         shape = self.expected[name]
         values = self.pool[self.starts[name] % POOL :][: prod(shape)]
         rounds, rest = divmod(prod(shape) - len(values), POOL)

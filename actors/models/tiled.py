@@ -34,20 +34,20 @@ class TileParts:
     layers: Sequence[BlockWeights]
     style: Style
     head: Callable[[Tensor], Tensor]
-    """[tokens, merge_size ** 2 x width], the patches of a token concatenated, to rows."""
+    """From [tokens, merge_size ** 2 x width], the concatenated patches of each token, to rows."""
     stem: Callable[[Tensor], Tensor] | None = None
     """Applied before the blocks."""
     rotary: tuple[Tensor, Tensor] | None = None
     """cos, sin: float32 [rows of `start`, head size / 2]."""
     taps: Sequence[int] = ()
-    """Layers whose output precedes that of the last in the values of a patch that the head gets."""
+    """Layers whose outputs the head gets, too, concatenated before the output of the last."""
 
 
 class TileTower(Tower):
-    """One path; every tile is a segment; the metadata of an item is their number.
+    """One path. Every tile is a segment, so an item's metadata is its number of tiles.
 
-    The patches of a tile lie in merge-block order after its class token, whatever their order in
-    the model: attention does not depend on it, and the pixel shuffle becomes a view.
+    The patches of a tile follow its class token in merge-block order, whatever their order in the
+    model: attention does not depend on the order, and the pixel shuffle becomes a view.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TileTower(Tower):
         self.spec = spec
         assert isinstance(spec.sizing, TileSizing)
         self.sizing = spec.sizing
-        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
+        self.parts = replace(parts, layers=())  # the blocks hold them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, parts.taps)
@@ -99,7 +99,7 @@ class TileTower(Tower):
 
     @property
     def kept(self) -> int:
-        """Rows of a tile that give tokens: the last ones."""
+        """How many rows of a tile give tokens. They are the last ones."""
         return self.sizing.tile_tokens * self.sizing.merge_size**2
 
     def end(self, x: Tensor, values: Values) -> Tensor:
@@ -111,17 +111,17 @@ class TileTower(Tower):
 
 
 def merge_order(raster: Tensor, merge: int) -> Tensor:
-    """From a table with a row for each patch of a tile in raster order to merge-block order."""
+    """Reorders a table with one row per patch of a tile from raster order to merge-block order."""
     side = math.isqrt(len(raster))
     row, column = places(side, side, merge).unbind(1)
     return raster[row * side + column]
 
 
 class ViewTower(Tower):
-    """The whole image is one view on one path, each crop one on the other.
+    """One path encodes the whole image as a view, the other one each crop.
 
-    Every view is a segment, its patches row by row; the metadata of an item is their number. Both
-    paths run the same weights, over views of two sizes.
+    Every view is a segment with its patches in raster order, so an item's metadata is its number of
+    views. Both paths use the same weights; each has its own size of views.
     """
 
     def __init__(self, spec: ModelSpec, attention: Attention) -> None:
@@ -133,7 +133,7 @@ class ViewTower(Tower):
 
     @abstractmethod
     def view_rows(self, path: str) -> int:
-        """Rows of a view in the blocks: its tokens or patches, and class tokens."""
+        """Rows of a view in the blocks: its patches or tokens, and its class tokens."""
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
         """A budget holds as many whole views as fit."""
@@ -151,5 +151,5 @@ class ViewTower(Tower):
         return self.attention.metadata([rows] * used, views * rows, views)
 
     def count(self, path: str, tokens: int) -> int:
-        """Whole views with this many tokens."""
+        """How many whole views fit into this many tokens."""
         return tokens // self.views.view_tokens[PATHS.index(path)]

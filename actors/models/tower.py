@@ -1,4 +1,4 @@
-"""What the engine asks of a tower, and what a family says to have one built."""
+"""The `Tower` protocol that the engine uses, and `Family`, which says how to build a tower."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Parts = TypeVar("Parts")
 
 
 class Tower(Protocol):
-    """One vision tower on one device. The engine knows towers by this protocol only."""
+    """One encoder on one device. The engine knows towers only by this protocol."""
 
     spec: ModelSpec
 
@@ -27,31 +27,32 @@ class Tower(Protocol):
         """Static inputs of a graph for a budget of `tokens`; no shape shrinks as `tokens` grows."""
 
     def video_inputs(self, path: str, tokens: int) -> Shapes:
-        """Static inputs of a graph for packs with videos, besides `inputs`.
+        """Static inputs, besides `inputs`, of a graph for packs with videos.
 
-        Empty: the graph for images serves, or there are no videos.
+        Empty if the tower takes no videos, or if the graph for images serves them, too.
         """
         return {}
 
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
-        """Host values of the inputs other than the patches, for items packed in this order.
+        """Values, on the host, of all inputs but the patches, for items packed in this order.
 
-        A value with fewer rows than its input leaves the rest unchanged: no segment covers it.
+        A value may have fewer rows than its input. The other rows keep their old values, because
+        no segment covers them.
         """
 
     def forward(self, path: str, values: Values) -> Tensor:
-        """[tokens, width]. Fixed shapes in and out, nothing read back: safe to capture. Rows beyond
-        the last segment are finite, otherwise undefined."""
+        """Returns [tokens, width]. Safe to capture: shapes are fixed, and nothing is copied to the
+        host. Rows beyond the last segment are finite but otherwise undefined."""
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """[tokens of all items, width], item after item, from each path's output."""
+        """Makes the items' rows [tokens of all items, width] from the output of each path."""
 
 
 def chosen(rows: Sequence[Tensor], places: Tensor) -> Tensor:
-    """Those of all these rows that `places`, int64 on the host, counts through one after another.
-    The engine's thread does not wait until `places` is copied."""
+    """Selects from the concatenated `rows` by the indices `places`, int64 on the host. Does not
+    wait until `places` is copied to the device, so the engine's thread is not blocked."""
     together = torch.cat(list(rows))
     if together.is_cuda:
         places = places.pin_memory().to(together.device, non_blocking=True)
@@ -60,19 +61,21 @@ def chosen(rows: Sequence[Tensor], places: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[Parts]):
-    """How to build the tower of one spec. Each family's tower.py has `family(spec)`."""
+    """How to build the tower of a spec. Each family's tower.py defines `family(spec)`."""
 
     prefixes: tuple[str, ...]
-    """Of the tower's tensors in a checkpoint, after `model.`, which not all of them have."""
+    """Prefixes of the tower's tensor names in a checkpoint, without `model.`, which may precede
+    them."""
     expected: Expected
     head_size: int
     """Decides which attention kernel is chosen."""
     parts: Callable[[ModelSpec, Weights], Parts]
-    """From tensors as `expected` names them."""
+    """Makes the parts from tensors with the names of `expected`."""
     tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
     unused: frozenset[str] = frozenset()
-    """Tensors that a checkpoint may have and that are not read, unless they are expected."""
+    """Tensors that a checkpoint may have. They are not read, unless they are expected, too."""
     last_norms: tuple[str, ...] = ()
-    """Parts of the names of norms that end a branch: random ones are a tenth as large. Otherwise
-    attention scores would grow from layer to layer, and rounding errors double every three layers:
-    with 63 layers of width 256 float32 was 6e-2 from float64, at a tenth 1e-6."""
+    """Parts of the names of norms that end a branch. Random ones are a tenth as large as others,
+    because otherwise attention scores grow from layer to layer, and rounding errors double every
+    three layers: with 63 layers of width 256, float32 differed from float64 by 6e-2, and by 1e-6
+    with the smaller norms."""

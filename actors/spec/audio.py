@@ -1,7 +1,6 @@
 """What a sound costs, from its length alone: windows of log-mel frames, positions, tokens.
 
-A sound is to its sizing what an image is to an image's: its Size is samples x 1, mono, at `rate`.
-No torch.
+Sounds have sizings as images do: the Size of a sound is samples x 1, mono, at `rate`. No torch.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from actors.types import ItemPlan, ProcessorKwargs, Size
 STRIDE = 2
 """Frames per position: the second convolution of Whisper's encoder skips every other one."""
 SEEN_FRAMES = 5
-"""Frames that a position sees, through two convolutions of three. They are one patch."""
+"""Frames that a position sees, through two convolutions of three frames. They are one patch."""
 HALVINGS = 3
 """Convolutions of Qwen3-Omni's encoder, each of which skips every other frame."""
 STEP_FRAMES = 1 << HALVINGS
-"""From one of its positions to the next."""
+"""Frames from one of its positions to the next."""
 BEYOND = -(2.0**14)
-"""In place of values of a frame that is not there: log-mel values are far above, and every dtype of
-a tower holds it exactly. Every convolution sees zeros there, where of silence the first one would
-make other values."""
+"""Stands for the values of a frame that is not there. Log-mel values are far above it, and every
+dtype of a tower holds it exactly. Every convolution sees zeros there; with silence instead, the
+first one would output other values."""
 Features = Literal["phi4", "parakeet", "gemma4"]
-"""Whose log-mel frames a conformer hears: see media/log_mel.py."""
-MOST_WINDOWS = 64  # of sounds that share a pack
+"""Whose log-mel frames a conformer takes; see media/log_mel.py."""
+MOST_WINDOWS = 64  # windows of the sounds that share a pack
 BUDGET_SECONDS = 30.0
 SOUNDS_PER_BUDGET = 4
-"""The default of the largest budget: so many sounds of BUDGET_SECONDS, or of the most seconds that
-a model takes, so that sounds share a graph."""
+"""The default largest budget holds so many sounds of BUDGET_SECONDS, or of the most seconds that a
+model takes if that is less, so that sounds share a graph."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +42,19 @@ class AudioSizing(ABC):
     hop: int  # samples per frame
     fft: int  # samples that a frame is computed from
     mels: int  # values of a frame
-    window_frames: int  # that the convolutions see together
+    window_frames: int  # frames that the convolutions see together
     stack: int  # positions of the encoder per token
-    most_seconds: float  # longer sounds are refused; infinite: none is
+    most_seconds: float  # longer sounds are rejected; infinite: none is
 
     @property
     @abstractmethod
     def patch_size(self) -> int:
-        """In samples."""
+        """The step from one patch to the next, in samples."""
 
     @property
     @abstractmethod
     def patch_values(self) -> int:
-        """float32 each."""
+        """The values of a patch, each float32."""
 
     @property
     @abstractmethod
@@ -69,15 +68,15 @@ class AudioSizing(ABC):
 
     @abstractmethod
     def padded_samples(self, samples: int) -> int:
-        """Samples of a sound with the silence that is heard after it."""
+        """The samples of a sound, with the silence that is heard after it."""
 
     @abstractmethod
     def frames(self, samples: int) -> int:
-        """Frames that are computed of a sound; what fills its last window is `beyond`."""
+        """Frames that are computed for a sound. `beyond` fills its last window."""
 
     @abstractmethod
     def beyond(self, frames: int) -> float:
-        """The values of frames after these, up to a whole window."""
+        """The value in all frames after these, up to a whole window."""
 
     @abstractmethod
     def plan(self, size: Size) -> ItemPlan:
@@ -121,11 +120,12 @@ class AudioSizing(ABC):
 
 @dataclass(frozen=True, slots=True)
 class WhisperSizing(AudioSizing):
-    """As WhisperFeatureExtractor and Whisper's encoder do. A window is one attention segment, and a
-    patch is what a position sees."""
+    """Like WhisperFeatureExtractor and Whisper's encoder. A window is one attention segment, and a
+    patch is the frames that a position sees."""
 
     whole: bool
-    """Sounds are padded to whole windows, which give all rows. False: rows end with the sound."""
+    """Sounds are padded to whole windows, and all of these give rows. False: rows end with the
+    sound."""
     ends: bool = False
     """Frames end with the sound, too. False: they go on with the silence after it."""
 
@@ -146,7 +146,7 @@ class WhisperSizing(AudioSizing):
         return self.window_tokens
 
     def padded_samples(self, samples: int) -> int:
-        if self.ends:  # transformers pads to the most seconds: so much of it reaches frames
+        if self.ends:  # transformers pads to the most seconds; only this much reaches frames
             most = self.most_seconds * self.rate
             return int(max(samples, min(samples + self.fft, most)))
         return -(-samples // self.window_samples) * self.window_samples
@@ -182,9 +182,9 @@ class WhisperSizing(AudioSizing):
 
 @dataclass(frozen=True, slots=True)
 class ChunkSizing(AudioSizing):
-    """As Qwen3-Omni's encoder does: convolutions see a window of frames together, and positions
-    attend to those of a few windows. A position is a token, and a patch the frames that begin in
-    its time; the last one of a window is filled up with frames that nobody sees."""
+    """Like Qwen3-Omni's encoder: convolutions see a window of frames together, and positions attend
+    to those of a few windows. A position is a token. A patch is the frames that begin in its time;
+    the last patch of a window is padded with frames that nothing sees."""
 
     attended: int  # windows per attention segment
     least_samples: int  # shorter sounds are padded with silence, which gives rows
@@ -211,7 +211,7 @@ class ChunkSizing(AudioSizing):
         return max(samples, self.least_samples)
 
     def frames(self, samples: int) -> int:
-        """None of a sound that is too short to be mirrored at its end."""
+        """0 for a sound that is too short to be mirrored at its end."""
         padded = self.padded_samples(samples)
         return padded // self.hop if samples and padded > self.fft // 2 else 0
 
@@ -241,16 +241,16 @@ class ChunkSizing(AudioSizing):
 
 @dataclass(frozen=True, slots=True)
 class ConformerSizing(AudioSizing):
-    """As conformers do: each of `halvings` convolutions of three frames skips every other one. A
-    position is a token, and a patch is what it sees: its own frames and, because every convolution
-    looks back, one less before them. So patches need no neighbours."""
+    """For conformers: each of `halvings` convolutions of three frames has a stride of 2. A position
+    is a token. A patch is what it sees: its own `stride` frames and, because every convolution
+    looks back, the `stride` - 1 frames before them. So patches need no neighbours."""
 
     halvings: int
     features: Features
     less: int
     """Samples at the end of a sound that begin no frame."""
-    least_frames: int = 1  # sounds of fewer have no tokens
-    more_frames: int = 0  # after a sound's, that count for its tokens
+    least_frames: int = 1  # sounds with fewer frames have no tokens
+    more_frames: int = 0  # frames after the sound's that count for its tokens
 
     @property
     def stride(self) -> int:
@@ -288,8 +288,8 @@ class ConformerSizing(AudioSizing):
         return BEYOND
 
     def plan(self, size: Size) -> ItemPlan:
-        """Of several windows the last is computed whole: it attends to positions beyond the sound,
-        as in transformers."""
+        """If there are several windows, the last is computed whole: it attends to positions beyond
+        the sound, as in transformers."""
         frames = self.frames(size.width * size.height)
         tokens = -(-(frames + self.more_frames) // self.stride) if frames else 0
         if not self.several or tokens <= self.window_tokens:

@@ -23,13 +23,13 @@ from actors.options import ModelOptions
 Json = dict[str, Any]
 
 DAMAGED = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
-"""What readers of a configuration raise if it lacks a key, or has a value that cannot be."""
+"""What readers of a configuration raise if it lacks a key or has an impossible value."""
 
 REACH_SECONDS = 5  # how long the hub may take to answer before only its cache is used
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 VIDEO_PROCESSOR_FILE = "video_preprocessor_config.json"
-"""What is read of a model beside config.json, if it is there."""
+"""The files that are read besides config.json, if they exist."""
 
 VOCABULARIES = (
     ("tokenizer.json",),
@@ -37,7 +37,7 @@ VOCABULARIES = (
     ("spiece.model",),
     ("tokenizer.model",),
 )
-"""The files of which a tokenizer of CLIP or SigLIP needs one of these rows."""
+"""A tokenizer of CLIP or SigLIP needs the files of one of these rows."""
 TOKENIZER_FILES = (
     *(name for names in VOCABULARIES for name in names),
     *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -53,8 +53,8 @@ class Files(Protocol):
         """The content of a JSON file; None: there is no such file."""
 
     def path(self, name: str) -> Path | None:
-        """A local path of a file, fetched if need be; None: there is no such file, or only what
-        JSON files contain is known."""
+        """The local path of a file, which is fetched if necessary. None: there is no such file, or
+        only the contents of JSON files are known."""
         return None
 
 
@@ -93,8 +93,8 @@ class Hub(Files):
 
     @cached_property
     def offline(self) -> bool:
-        """Whether only the cache is in reach, by one short request instead of the library's
-        retries."""
+        """Whether only the cache can be used. Sends one short request, because the library would
+        retry for long."""
         import httpx
         from huggingface_hub import constants
 
@@ -107,7 +107,8 @@ class Hub(Files):
         return False
 
     def path(self, name: str) -> Path | None:
-        """Fetches one file. Raises CheckpointError with what to do when the hub is out of reach."""
+        """Fetches one file. Raises CheckpointError, which says what to do, if the hub is out of
+        reach."""
         from huggingface_hub import hf_hub_download
         from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
         from huggingface_hub.errors import LocalEntryNotFoundError as NotCached
@@ -136,7 +137,7 @@ class Hub(Files):
 
 
 class Noted(Files):
-    """Files that remember what was read of them, for processes that cannot read it again."""
+    """Files that record what is read, for processes that cannot read it again."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
@@ -151,7 +152,7 @@ class Noted(Files):
 
 
 class Notes(Files):
-    """What Noted remembered, in place of the files."""
+    """What Noted recorded, in place of the files."""
 
     def __init__(self, contents: Mapping[str, Json | None]) -> None:
         self.contents = contents
@@ -186,8 +187,8 @@ def misstated(
     examples: Sequence[Mapping[str, Json]],
     read: Callable[[Mapping[str, Any]], object],
 ) -> str:
-    """Where the files that `read` fails for are wrong: the first key with which it succeeds if that
-    is as in one of the examples, or absent as there. Empty: no key alone is wrong."""
+    """Names the key because of which `read` fails for these files: the first one with which it
+    succeeds if the key has an example's value, or is removed. Empty if no key alone is wrong."""
     for example in (*examples, {}):
         for file, content in files.items():
             for path in nested(content or {}):
@@ -213,13 +214,13 @@ def nested(content: Json, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...
 
 
 def near(name: str) -> str:
-    """A hint, if the name resembles a preset's."""
+    """A hint if the name resembles a preset's."""
     meant = get_close_matches(name.lower(), preset_names(), 1, 0.8)
     return f"did you mean {meant[0]}? Otherwise: " if meant else ""
 
 
 def parse(text: bytes, where: str) -> Json:
-    """A JSON object, or a CheckpointError that names the file."""
+    """Parses a JSON object. Raises CheckpointError, which names the file."""
     try:
         value = json.loads(text)
     except ValueError as error:
@@ -230,7 +231,8 @@ def parse(text: bytes, where: str) -> Json:
 
 
 def find(options: ModelOptions) -> Files:
-    """The files that `model.id` names. A folder wins over a preset, a preset over the hub."""
+    """The files that `model.id` names. A folder takes precedence over a preset, a preset over the
+    hub."""
     folder = Path(options.id).expanduser()
     local = folder.is_dir() or options.id in preset_names()
     if local and options.revision:

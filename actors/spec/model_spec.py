@@ -1,4 +1,4 @@
-"""What a model is: all that the front door, the router and the decoders need to know of it.
+"""What a model is: all that the front door, the router and the decoders need to know about it.
 
 Each family's spec.py makes one from a model's JSON files (families.registry.read). No torch.
 """
@@ -40,7 +40,7 @@ class ModelSpec:
     """The folder in actors/families that has its tower."""
     dtype: ModelDtype
     dummy: bool
-    """Random weights: nobody may take the embeddings for real."""
+    """The weights are random, so the embeddings are meaningless."""
     sizing: Sizing
     resample: Resample
     width: int
@@ -48,23 +48,23 @@ class ModelSpec:
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     vision: Mapping[str, Any]
-    """`vision_config` of config.json, with the family's defaults; of models that take audio, that
-    of their encoder."""
+    """`vision_config` of config.json, with the family's defaults. For models that take audio, the
+    configuration of their audio encoder."""
     deepstack: int = 0
     """How many deepstack features follow the main ones in a row."""
     paths: tuple[str, ...] = ("default",)
     video: VideoSizing | None = None
     """How videos are divided. None: the family, or this checkpoint of it, takes no videos."""
     fast_blocks: bool | None = True
-    """Whether the fast form of the blocks has all that these blocks do: see options.block_form.
-    None: they are no such blocks, and have one form, plain torch."""
+    """Whether the fast form of the blocks supports this tower's; see options.block_form. None: the
+    tower has blocks of another kind, which have one form, plain torch."""
     own_sizing: Sizing | None = None
-    """That of the checkpoint, where `model.images_kwargs` changes it."""
+    """The checkpoint's own sizing, if `model.images_kwargs` changes it."""
     vector: bool = False
-    """An image gives one vector, pooled and projected, in place of rows."""
+    """An image gives one vector, pooled and projected, instead of rows."""
     text: Mapping[str, Any] | None = None
-    """`text_config` of config.json, with the family's defaults, of a model that gives vectors of
-    texts too. They have a path of their own, the last."""
+    """`text_config` of config.json, with the family's defaults, if the model also gives vectors of
+    texts. Texts have a path of their own, the last."""
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -74,12 +74,13 @@ class ModelSpec:
 
     @property
     def audio(self) -> AudioSizing | None:
-        """How sounds are divided. None: it takes none."""
+        """How sounds are divided. None: the model takes no sounds."""
         return self.sizing if isinstance(self.sizing, AudioSizing) else None
 
     @property
     def text_plan(self) -> ItemPlan | None:
-        """The same for every text, because each is padded to the longest. None: it takes none."""
+        """The plan of every text, because all are padded to the maximum length. None: the model
+        takes no texts."""
         if self.text is None:
             return None
         tokens = int(self.text["max_position_embeddings"])
@@ -87,28 +88,29 @@ class ModelSpec:
 
     @property
     def image_path(self) -> int:
-        """The last of its paths that images take: of a model with two views, that of the crops."""
+        """The index of the last path that images take. In a model with two views, that of crops."""
         return len(self.paths) - (1 if self.text is None else 2)
 
     @property
     def max_frames_per_video(self) -> int:
-        """The most attention segments of one video, or sound; 0: none has several."""
+        """The most attention segments of one video or sound. 0: none has several."""
         if self.audio:
             return MOST_WINDOWS if self.audio.several else 0
         return self.video.most_groups if self.video else 0
 
     def defaults(self, kind: Kind) -> Defaults:
-        """What a request may say of an item of this kind, and what holds if it does not."""
+        """The options that a request may set for an item of this kind, and their defaults."""
         sizing = self.sizing if kind == "image" else self.video
         return sizing.defaults() if sizing else {}
 
     def largest(self, kind: Kind, tokens: int) -> Largest:
-        """The largest values, for images or groups of frames of up to so many tokens."""
+        """The largest values of these options, for images or groups of frames of up to so many
+        tokens."""
         sizing = self.sizing if kind == "image" else self.video
         return sizing.largest(tokens) if sizing else {}
 
     def asked(self, kind: Kind, kwargs: ProcessorKwargs) -> Self:
-        """The spec of an item of this kind whose request says this. Raises InvalidOption."""
+        """The spec for an item of this kind with a request's options. Raises InvalidOption."""
         if kwargs == NO_KWARGS:
             return self
         self.check_taken(kwargs, kind)
@@ -117,7 +119,8 @@ class ModelSpec:
         return replace(self, video=self.video.asked(kwargs)) if self.video else self
 
     def check_taken(self, kwargs: ProcessorKwargs, *kinds: Kind) -> None:
-        """Raises InvalidOption for what no item of these kinds takes, and for both of a choice."""
+        """Raises InvalidOption for options that no item of these kinds takes, and for options that
+        exclude each other."""
         taken = {name: None for kind in kinds for name in self.defaults(kind)}
         for name in kwargs.given():
             if name not in taken:
@@ -138,7 +141,7 @@ class ModelSpec:
             )
 
     def check_prune(self) -> None:
-        """Raises ConfigError if the tower cannot leave merge blocks of an image out."""
+        """Raises ConfigError if the tower cannot omit merge blocks of an image."""
         whole = isinstance(self.sizing, WindowedSizing | LinedSizing)
         if whole or not isinstance(self.sizing, PackedSizing | CappedSizing):
             raise ConfigError(
@@ -160,5 +163,6 @@ class ModelSpec:
 
     @property
     def nameless(self) -> Self:
-        """Without name and revision: a copy of the model at another path is equal."""
+        """The spec without name and revision, so that a copy of the model at another path is
+        equal."""
         return replace(self, id="", revision=None)

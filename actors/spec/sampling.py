@@ -17,7 +17,8 @@ from actors.types import ProcessorKwargs
 
 MOST_FPS = 240.0
 MOST_SAMPLED = 8192
-"""Frames of a video whose rule has no limit of its own: a limit on its tokens comes first."""
+"""The most frames of a video whose rule has no limit of its own. A limit on tokens is reached
+first."""
 
 
 class Sampling(Protocol):
@@ -33,13 +34,13 @@ class Sampling(Protocol):
         """Which of `frames` frames, shown at `fps` per second, to take. Ascending."""
 
     def defaults(self) -> Defaults:
-        """What a request may say of it, and what holds if it does not; None: the other one does."""
+        """The options that a request may set, and their defaults. None: the other option holds."""
 
     def largest(self) -> Largest:
-        """The largest values that a request may have."""
+        """The largest values of these options."""
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
-        """The rule of a video whose request says this."""
+        """The rule for a video with a request's options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,8 @@ class Strided(ByFpsOrFrames):
 
 @dataclass(frozen=True, slots=True)
 class Timed(ByFps):
-    """At equal times, up to a duration (Glm4vVideoProcessor, which takes no frame of a longer video
-    if `fps` is too low for one in that duration)."""
+    """At equal times, up to a duration (Glm4vVideoProcessor). If `fps` is too low for a frame in
+    that duration, transformers takes no frame of a longer video; this takes one."""
 
     most_seconds: float
 
@@ -165,12 +166,12 @@ class Thinning:
 
 @dataclass(frozen=True, slots=True)
 class Thinned(ByFps):
-    """As Thinning, at one rate (Glm5NextVideoProcessor)."""
+    """Like Thinning, at one rate (Glm5NextVideoProcessor)."""
 
     most: int
 
     def indices(self, frames: int, fps: float) -> list[int]:
-        """An even number of frames; the last may be repeated. None if the video is too short for
+        """An even number of frames; the last may be repeated. Empty if the video is too short for
         one."""
         return thinned(frames, fps, self.fps, min(int(frames / fps * self.fps), self.most))
 
@@ -233,7 +234,7 @@ class Middles(Counted):
 
 @dataclass(frozen=True, slots=True)
 class UpToFps(Counted):
-    """In equal steps from the first frame on, a number of frames, but no more a second than a limit
+    """A number of frames in equal steps from the first frame on, but at most `max_fps` per second
     (Molmo2VideoProcessor)."""
 
     max_fps: float = field(default=2.0, kw_only=True)
@@ -254,7 +255,8 @@ class UpToFps(Counted):
 
 
 def fps_or_frames(kwargs: ProcessorKwargs, **by_fps: int) -> dict[str, Any]:
-    """What changes in a rule that takes both. `by_fps`: the number of frames where `fps` counts."""
+    """The fields of a rule with both options that a request changes. `by_fps`: the field of the
+    number of frames, and its value if the request sets `fps`."""
     (name,) = by_fps
     if kwargs.num_frames:
         return {name: kwargs.num_frames}
@@ -285,7 +287,7 @@ def by_rate(frames: int, fps: float, rate: float) -> list[int]:
 
 
 def paired(found: list[int]) -> list[int]:
-    """Without repeats, then an even number: the last may be repeated."""
+    """Removes repeated frames, then repeats the last one if their number is odd."""
     once = list(dict.fromkeys(found))
     return once + once[-1:] if len(once) % 2 else once
 

@@ -17,7 +17,7 @@ from actors.spec.sizing import Resample, Sizing
 from actors.spec.video import VideoSizing
 
 PIL_RESAMPLING: dict[Resample, int] = {"lanczos": 1, "bilinear": 2, "bicubic": 3}
-"""PIL.Image.Resampling, as processors' JSON has it."""
+"""PIL.Image.Resampling, as in processors' JSON."""
 
 CLIP_PIXELS: Json = {
     "image_mean": [0.48145466, 0.4578275, 0.40821073],
@@ -25,7 +25,7 @@ CLIP_PIXELS: Json = {
 }
 HALVES: Json = {"image_mean": 0.5, "image_std": 0.5}
 IMAGENET_PIXELS: Json = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
-"""The mean and standard deviation of pixels, where the image processor does not say."""
+"""The mean and standard deviation of pixels, if the image processor does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ModelSource:
     config: Json
     """config.json."""
     vision_defaults: Json
-    """Of the configuration class of `vision_config`."""
+    """The defaults of the configuration class of `vision_config`."""
 
     @property
     def vision(self) -> Json:
@@ -46,12 +46,12 @@ class ModelSource:
 
     @property
     def tower(self) -> Json:
-        """The same keys where config.json is that of a tower on its own."""
+        """The same keys, if config.json is that of a tower on its own."""
         return {key: self.config.get(key, usual) for key, usual in self.vision_defaults.items()}
 
     @property
     def text_width(self) -> int:
-        """The width of the language model, for which the embeddings are."""
+        """The width of the language model that reads the embeddings."""
         return int(self.config["text_config"]["hidden_size"])
 
     def image_processor(
@@ -63,9 +63,10 @@ class ModelSource:
         always_resized: bool = False,
     ) -> Json:
         """The image processor's settings; transformers 5 saves them in processor_config.json. Null
-        is the default, as in transformers.
+        means the default, as in transformers.
 
-        `resample`: None: any of PIL_RESAMPLING. `always_resized`: it does not heed `do_resize`.
+        `resample`: the only one that is supported; None: any of PIL_RESAMPLING. `always_resized`:
+        the processor ignores `do_resize`.
         """
         settings = self.files.read_json("preprocessor_config.json")
         if settings is None:
@@ -90,7 +91,7 @@ class ModelSource:
     def video_processor(self) -> Json:
         """The video processor's settings, in transformers' order of precedence.
 
-        Checkpoints older than video processors have those of the image processor.
+        Checkpoints that are older than video processors use those of the image processor.
         """
         together = self.files.read_json("processor_config.json") or {}
         for settings in (
@@ -114,8 +115,8 @@ class ModelSource:
         resample: Resample = "bicubic",
         paths: tuple[str, ...] = ("default",),
     ) -> ModelSpec:
-        """The spec of a family that takes images. `folder`: default: the name of the family."""
-        rope_theta(vision)  # refuses what no tower has
+        """The spec of a family that takes images. `folder` defaults to the name of the family."""
+        rope_theta(vision)  # raises ValueError for what no tower supports
         return ModelSpec(
             id=self.options.id,
             revision=self.options.revision,
@@ -135,7 +136,8 @@ class ModelSource:
     def with_video(
         self, model: ModelSpec, video: VideoSizing, resample: Resample = "bicubic"
     ) -> ModelSpec:
-        """The spec with videos, as far as the video processor's settings allow."""
+        """The spec with videos, if the tower's temporal groups are those of `video`. Raises
+        ValueError for settings of the video processor that are not supported."""
         settings = self.video_processor()
         only(settings, fixed_steps(resample), "the video processor")
         for key, value in (("image_mean", model.mean), ("image_std", model.std)):
@@ -148,8 +150,8 @@ class ModelSource:
 
 
 def chosen_tower(source: ModelSource, vision: Reader, audio: Reader) -> ModelSpec:
-    """The spec of the tower that `model.tower` names, of a model that has both. The readers get the
-    thinker's configuration. Raises CheckpointError."""
+    """The spec of the tower that `model.tower` names, for a model that has both. The readers get
+    the thinker's configuration. Raises CheckpointError if `model.tower` is not set."""
     if source.options.tower is None:
         raise CheckpointError(
             f"model.id {source.options.id!r} has a vision tower and an audio tower, and a service "
@@ -169,7 +171,7 @@ Reader = Callable[[ModelSource], ModelSpec]
 def processor_name(files: Files) -> str:
     """`Glm46V` of Glm46VVideoProcessor, else of Glm46VImageProcessor, else of Glm46VProcessor.
 
-    In transformers' order of precedence. Empty: no file says.
+    In transformers' order of precedence. Empty if no file says.
     """
     together = files.read_json("processor_config.json") or {}
     places = [
@@ -197,7 +199,7 @@ def fixed_steps(resample: Resample | None) -> Json:
 
 
 def resampling(processor: Json) -> Resample:
-    """As an image processor says; bicubic if it does not."""
+    """The `resample` of an image processor; bicubic if it does not say."""
     names = {number: name for name, number in PIL_RESAMPLING.items()}
     found = processor.get("resample")
     if found is None:
@@ -217,8 +219,9 @@ def only(settings: Json, fixed: Json, whose: str) -> None:
 
 
 def layers_run(given: int | list[int], depth: int, key: str) -> list[int]:
-    """How many layers run for each hidden state that `key` names: -1 is that of the last of `depth`
-    layers, 0 the embedding of patches. Raises ValueError for states that no layer gives."""
+    """How many layers run for each hidden state that `given` names: -1 is the output of the last of
+    `depth` layers, 0 the embedding of patches. Raises ValueError, with `key`, for states that no
+    layer outputs."""
     stated = given if isinstance(given, list) else [given]
     layers = [layer + (depth + 1 if layer < 0 else 0) for layer in stated]
     if not layers or not 0 < min(layers) <= max(layers) <= depth:
@@ -236,13 +239,14 @@ def frame_settings(settings: Json) -> tuple[float, int, int]:
 
 
 def total_pixels(settings: Json, smallest: int, largest: int) -> tuple[int, int]:
-    """A range of pixels; transformers calls it `size`."""
+    """A range of pixels, which transformers calls `size`."""
     size = {"shortest_edge": smallest, "longest_edge": largest} | (settings.get("size") or {})
     return int(size["shortest_edge"]), int(size["longest_edge"])
 
 
 def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]:
-    """The image processor's range, under today's names or those of 2024; else the defaults."""
+    """The image processor's range of pixels, under today's keys or those of 2024; otherwise the
+    defaults."""
     shortest, longest = total_pixels(processor, smallest, largest)
     return (
         int(processor.get("min_pixels") or shortest),
@@ -251,7 +255,8 @@ def pixel_range(processor: Json, smallest: int, largest: int) -> tuple[int, int]
 
 
 def rope_theta(vision: Mapping[str, Any]) -> float:
-    """Under today's name or that of 2024; else transformers' default. Raises ValueError."""
+    """Under today's key or that of 2024; otherwise transformers' default. Raises ValueError for
+    other kinds of rotary embedding."""
     today = vision.get("rope_parameters") or {}
     if (kind := today.get("rope_type")) not in (None, "default", "axial"):
         raise ValueError(f"rope_type of rope_parameters: {kind} is not supported")
@@ -283,7 +288,7 @@ def shorter_side(size: ProcessorSize) -> ProcessorSize:
 
 
 def rgb(value: float | list[float]) -> tuple[float, float, float]:
-    """A value for each channel."""
+    """One value per channel."""
     red, green, blue = [value] * 3 if isinstance(value, int | float) else value
     return float(red), float(green), float(blue)
 

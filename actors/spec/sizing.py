@@ -1,8 +1,9 @@
 """What an image costs, from its size in pixels alone: grid, patches, tokens. Pure: no torch.
 
-The front door and the router plan with it from an image's header, the actor from the decoded image:
-both get the same plan. This module has the sizings of one grid of merge blocks per image; sizings
-in tiles are in tiles.py, those of a whole view and crops in views.py, those of videos in video.py.
+The front door and the router plan from an image's header, the actor from the decoded image, and
+both get the same plan. This module has the sizings with one grid of merge blocks per image. Sizings
+in tiles are in tiles.py, in slices in slices.py, in a whole view and crops in views.py. Videos are
+in video.py, sounds in audio.py.
 """
 
 from __future__ import annotations
@@ -29,10 +30,11 @@ MAX_ASPECT = 200  # images with a larger aspect ratio are rejected
 SMALLEST_BUDGET_TOKENS = 64  # as in vLLM, unless the largest image has fewer tokens
 
 MOST_ITEMS_A_BUDGET = 4
-"""Largest items that a budget may hold: more would save no launches, and cost memory and time."""
+"""How many items of the largest size a budget may hold. More would save no launches, but cost
+memory and time."""
 
 NAFLEX_STEP, NAFLEX_MOST_SCALE = 1e-5, 100.0
-"""How exact the scale of an image is found, and the largest one that is tried."""
+"""The precision with which the scale of an image is found, and the largest scale that is tried."""
 NAFLEX_IMAGES_PER_BUDGET = 16
 
 Defaults = Mapping[str, float | None]
@@ -56,16 +58,17 @@ class Sizing(Protocol):
         """Grid, patches and tokens of an image of this size. Raises TooLarge."""
 
     def token_range(self) -> tuple[int, int]:
-        """The smallest useful token budget, and a bound on the tokens of any image."""
+        """The smallest useful token budget, and an upper bound on the tokens of any image."""
 
     def defaults(self) -> Defaults:
-        """What a request may say of an image, and what holds if it does not."""
+        """The options that a request may set for an image, and their defaults."""
 
     def largest(self, tokens: int) -> Largest:
-        """The largest values for images of up to so many tokens, on the last of its paths."""
+        """The largest values of these options for images of up to so many tokens on the last
+        path."""
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
-        """The sizing of an image whose request says this. Raises InvalidOption."""
+        """The sizing of an image with a request's options. Raises InvalidOption."""
 
 
 @runtime_checkable
@@ -97,11 +100,11 @@ class BlockSizing(ABC):
 
     @abstractmethod
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan that fits the largest budget."""
+        """An upper bound on the rows and columns of any plan that fits the largest budget."""
 
     @abstractmethod
     def largest_tokens(self) -> int:
-        """A bound on the tokens of any plan."""
+        """An upper bound on the tokens of any plan."""
 
     def defaults(self) -> Defaults:
         return {}
@@ -122,13 +125,14 @@ class BlockSizing(ABC):
         return self.plan_of_grid((1, down * self.merge_size, across * self.merge_size))
 
     def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
-        """Of an item that has been resized: its grid in patches, of a video by temporal group."""
+        """The plan of an item with this grid in patches. The grid of a video begins with the number
+        of its temporal groups."""
         patches = grid[0] * grid[1] * grid[2]
         tokens = patches // self.merge_size**2
         return ItemPlan(grid, patches, tokens, (tokens,), frames=grid[0] if video else 0)
 
     def nearly_square(self, tokens: int, *, video: bool = False) -> ItemPlan:
-        """Of an item with at most this many tokens, and few less."""
+        """The plan of a nearly square item with at most this many tokens, and few fewer."""
         down = math.isqrt(tokens) * self.merge_size
         across = tokens // math.isqrt(tokens) * self.merge_size
         return self.plan_of_grid((1, down, across), video=video)
@@ -158,7 +162,7 @@ class PackedSizing(BlockSizing):
 
     def largest(self, tokens: int) -> Largest:
         pixels = tokens * (self.patch_size * self.merge_size) ** 2
-        if self.largest_tokens() <= tokens:  # its own may be up to a token's pixels more
+        if self.largest_tokens() <= tokens:  # max_pixels may be more, by less than a token's pixels
             pixels = max(pixels, self.max_pixels)
         return {"min_pixels": pixels, "max_pixels": pixels}
 
@@ -169,12 +173,13 @@ class PackedSizing(BlockSizing):
 
 @dataclass(frozen=True, slots=True)
 class WindowedSizing(PackedSizing):
-    """As PackedSizing, with the patches of each attention window adjacent (Qwen2.5-VL)."""
+    """Like PackedSizing, with the patches of each attention window adjacent (Qwen2.5-VL)."""
 
     window: int  # the side of a window in tokens
 
     def order(self, rows: int, columns: int) -> tuple[npt.NDArray[np.int64], list[int]]:
-        """The tokens of a grid of rows x columns patches, window by window; tokens per window.
+        """The tokens of a grid of rows x columns patches, window by window, and the number of
+        tokens in each window.
 
         Windows at the right and bottom edge may be smaller. Equal to
         transformers.vision_utils.get_vision_window_index.
@@ -187,7 +192,7 @@ class WindowedSizing(PackedSizing):
 
 @dataclass(frozen=True, slots=True)
 class EnlargingSizing(PackedSizing):
-    """As PackedSizing, but first enlarges a side shorter than a merge block (GLM-V)."""
+    """Like PackedSizing, but first enlarges a side shorter than a merge block (GLM-V)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.glm4v.image_processing_glm4v.smart_resize."""
@@ -197,7 +202,7 @@ class EnlargingSizing(PackedSizing):
 
 @dataclass(frozen=True, slots=True)
 class RoundingSizing(PackedSizing):
-    """As EnlargingSizing, but rounds the other side instead of truncating it (PaddleOCR-VL)."""
+    """Like EnlargingSizing, but rounds the other side instead of truncating it (PaddleOCR-VL)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.paddleocr_vl.image_processing_paddleocr_vl.smart_resize."""
@@ -212,8 +217,8 @@ class RoundingSizing(PackedSizing):
 
 @dataclass(frozen=True, slots=True)
 class LinedSizing(PackedSizing):
-    """As PackedSizing, but more rows are added to those of an image's tokens: one after each line
-    of tokens, one before all, one after all (HunyuanVL)."""
+    """Like PackedSizing, but an image has more rows than tokens: one more after each line of
+    tokens, one before all and one after all (HunyuanVL)."""
 
     def plan_of_grid(self, grid: Grid, *, video: bool = False) -> ItemPlan:
         plan = PackedSizing.plan_of_grid(self, grid, video=video)
@@ -222,8 +227,8 @@ class LinedSizing(PackedSizing):
 
 @dataclass(frozen=True, slots=True)
 class CanvasSizing(PackedSizing):
-    """Shows images at their own size, where it fits the range of pixels, on a canvas of whole
-    merge blocks (GLM-5-next)."""
+    """Shows images on a canvas of whole merge blocks, at their own size if that fits the range of
+    pixels (GLM-5-next)."""
 
     def resized(self, size: Size) -> Size:
         """The canvas."""
@@ -262,7 +267,7 @@ class FittedSizing(BlockSizing):
 
 @dataclass(frozen=True, slots=True)
 class FillingSizing(BlockSizing):
-    """Scales every image to about as many tokens, and both sides down to whole merge blocks
+    """Scales every image to about `max_tokens`, and rounds both sides down to whole merge blocks
     (Gemma 4)."""
 
     max_tokens: int
@@ -288,13 +293,14 @@ class FillingSizing(BlockSizing):
 
 @dataclass(frozen=True, slots=True)
 class NaflexSizing(BlockSizing):
-    """Scales every image to about as many patches, both sides up to whole patches (SigLIP 2)."""
+    """Scales every image to about `max_patches`, and rounds both sides up to whole patches
+    (SigLIP 2)."""
 
     max_patches: int
     pooled: bool = False
-    """An image gives one vector in place of the rows of its patches."""
+    """An image gives one vector instead of the rows of its patches."""
     paths: int = 1
-    """Of the model; images take the first."""
+    """How many paths the model has. Images take the first."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.siglip2: get_image_size_for_max_num_patches."""
@@ -327,8 +333,8 @@ class NaflexSizing(BlockSizing):
         return self.max_patches
 
     def token_range(self) -> tuple[int, int]:
-        """Nearly all images have as many patches; they are small, so that the largest budget holds
-        several."""
+        """Nearly all images have `max_patches`. That is few, so the largest budget holds several
+        images."""
         return self.max_patches, NAFLEX_IMAGES_PER_BUDGET * self.max_patches
 
     def defaults(self) -> Defaults:
@@ -346,7 +352,7 @@ class CappedSizing(BlockSizing):
     """Keeps images at their own size, padded to whole merge blocks, up to a limit (Kimi-VL)."""
 
     max_patches: int
-    """Images with more patches are shrunk. Padding may exceed it slightly."""
+    """Images with more patches are shrunk. With padding, an image may have slightly more."""
     max_side_patches: int
     """Images with this many patches on a side, after padding, are rejected."""
 
@@ -399,7 +405,7 @@ class CappedSizing(BlockSizing):
 
 @dataclass(frozen=True, slots=True)
 class ShrinkingSizing(CappedSizing):
-    """As CappedSizing, but shrinks an image whose side is too long (Kimi-K2.5)."""
+    """Like CappedSizing, but shrinks an image whose side is too long (Kimi-K2.5)."""
 
     def resized(self, size: Size) -> Size:
         """transformers.models.kimi_k25.image_processing_kimi_k25.navit_resize."""
@@ -415,7 +421,7 @@ class ShrinkingSizing(CappedSizing):
         return Size(min(width, longest), min(height, longest))
 
     def most_blocks(self) -> int:
-        """As CappedSizing, but a side may have all of `max_side_patches`."""
+        """Like CappedSizing, but a side may have all of `max_side_patches`."""
         return self.max_side_patches // self.merge_size
 
 
@@ -424,7 +430,7 @@ class PatchRange(BlockSizing):
     """Stretches images to whole merge blocks within a range of patches (Nemotron-H Omni)."""
 
     min_patches: int
-    """Half as many are fewer than any image has."""
+    """Every image has more than half as many."""
     max_patches: int
 
     def resized(self, size: Size) -> Size:
@@ -461,7 +467,8 @@ class PatchRange(BlockSizing):
         return {"max_patches": tokens * self.merge_size**2}
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
-        """transformers does not enlarge small images if the range is empty: not supported."""
+        """Raises InvalidOption for an empty range: with one, transformers does not enlarge small
+        images, which is not supported."""
         most = kwargs.max_patches or self.max_patches
         if most <= self.min_patches:
             raise InvalidOption(
@@ -472,7 +479,8 @@ class PatchRange(BlockSizing):
 
 
 def pixels_of(kwargs: ProcessorKwargs, smallest: int, largest: int) -> tuple[int, int]:
-    """The range of pixels that is asked for, where these are the defaults. Raises InvalidOption."""
+    """The range of pixels of a request; `smallest` and `largest` are the defaults. Raises
+    InvalidOption."""
     largest = kwargs.max_pixels or largest
     asked = kwargs.min_pixels or min(smallest, largest)
     if asked > largest:
@@ -483,7 +491,7 @@ def pixels_of(kwargs: ProcessorKwargs, smallest: int, largest: int) -> tuple[int
 
 
 def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
-    """A bound on the patches of a side after `smart_resize`, at the largest aspect ratio."""
+    """An upper bound on the patches of a side after `smart_resize`, at the largest aspect ratio."""
     # A resized side s has area over s * (s / MAX_ASPECT - factor), which max_pixels bounds.
     factor = patch_size * merge_size
     half = MAX_ASPECT * factor / 2
@@ -492,7 +500,8 @@ def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
 
 
 def whole_within(side: int, other: int, block: int, most: int) -> int:
-    """A side in whole blocks: more, if the area allows it, else fewer, but at least one."""
+    """Rounds a side to whole blocks: up if the area allows it, otherwise down, but at least to
+    one."""
     more = side + -side % block
     return more if more * other <= most else max(block, side - side % block)
 
@@ -524,12 +533,14 @@ def smart_resize(
     *,
     least: int = 0,
 ) -> Size:
-    """Sides as multiples of `factor`, the area within the range, the aspect ratio nearly kept.
+    """Resizes sides to multiples of `factor` and the area into the range, and nearly keeps the
+    aspect ratio.
 
-    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize; with `frames` in
+    Equal to transformers.models.qwen2_vl.image_processing_qwen2_vl.smart_resize. With `frames` in
     groups of `group`, equal to video_processing_qwen3_vl.smart_resize, where the range is that of
-    all frames together. With a factor as `least`, to which rounded sides are enlarged, equal to
-    Lfm2VlImageProcessor.smart_resize. Raises TooLarge for an aspect ratio over MAX_ASPECT.
+    all frames together. With `least` equal to the factor, equal to
+    Lfm2VlImageProcessor.smart_resize, whose rounded sides are at least that long. Raises TooLarge
+    for an aspect ratio over MAX_ASPECT.
     """
     check_aspect(size)
     width, height = size.width, size.height

@@ -1,5 +1,5 @@
-"""Sizings in pictures: the whole image, then parts of it, each an attention segment of its own size
-(MiniCPM-V, LFM2-VL, Phi-4-multimodal). Pure: no torch.
+"""Sizings in several pictures: the whole image and parts of it, each an attention segment of its
+own size (MiniCPM-V, LFM2-VL, Phi-4-multimodal). Pure: no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from actors.types import ItemPlan, ProcessorKwargs, Size
 Layout = tuple[int, int]  # rows and columns
 
 LEAST_PIXELS = 10
-"""Of a side of an image on Phi-4-multimodal's canvas."""
+"""The fewest pixels of a side of an image on Phi-4-multimodal's canvas."""
 
 SQUARISH = 4
 """A bound on the aspect ratio of a slice of an image that is not too long for its slices."""
@@ -32,7 +32,8 @@ SQUARISH = 4
 
 @dataclass(frozen=True, slots=True)
 class SlicedSizing(BlockSizing):
-    """What the rules share: all slices of an image have one size, the whole image another."""
+    """The base of the sizings in slices: all slices of an image have one size, the whole image
+    another."""
 
     max_slices: int
     """Without the whole image. 1: there are no slices."""
@@ -42,7 +43,7 @@ class SlicedSizing(BlockSizing):
 
     @property
     def with_whole(self) -> bool:
-        """An image in slices is shown as a whole, too."""
+        """Whether an image in slices is shown as a whole, too."""
         return True
 
     @abstractmethod
@@ -56,14 +57,14 @@ class SlicedSizing(BlockSizing):
     @property
     @abstractmethod
     def least_tokens(self) -> int:
-        """No picture has fewer."""
+        """A lower bound on the tokens of a picture."""
 
     @abstractmethod
     def most_tokens(self, slices: int) -> int:
-        """A bound for images of up to so many slices."""
+        """An upper bound on the tokens of an image of up to so many slices."""
 
     def grid(self, size: Size) -> Layout:
-        """Of a picture that has been resized, in patches."""
+        """Rows and columns of patches of a picture that has been resized."""
         return size.height // self.patch_size, size.width // self.patch_size
 
     def plan(self, size: Size) -> ItemPlan:
@@ -81,7 +82,7 @@ class SlicedSizing(BlockSizing):
         return ItemPlan(grid, patches, tokens, (tokens,), kept=(*first, rows, columns))
 
     def pictures(self, plan: ItemPlan) -> list[Layout]:
-        """Rows and columns of each in patches, in the order of the patches."""
+        """Rows and columns of patches of each picture, in the order of the patches."""
         _, rows, columns = plan.grid_thw
         if not plan.kept:
             return [(rows, columns)]
@@ -164,7 +165,7 @@ class ScaledSlices(SlicedSizing):
         return math.ceil(blocks * math.sqrt(MAX_ASPECT) + 1) * self.merge_size
 
     def most_tokens(self, slices: int) -> int:
-        """Of the longest image, and of its slices. Raises ValueError."""
+        """The tokens of the longest image, and of its slices. Raises ValueError."""
         if slices > MOST_TILES:
             raise ValueError(f"{slices} slices of an image")
         counts = range(2, slices + 1)
@@ -173,7 +174,8 @@ class ScaledSlices(SlicedSizing):
         )
 
     def longest_tokens(self, aspect: float) -> int:
-        """A bound for a picture of up to this aspect ratio, whose sides are rounded to blocks."""
+        """An upper bound for a picture of up to this aspect ratio. Its sides are rounded to
+        blocks."""
         blocks = self.picture_pixels / (self.patch_size * self.merge_size)
         shorter = max(1.0, blocks / math.sqrt(aspect) + 0.5)
         square = math.ceil((blocks + 0.5) ** 2)
@@ -190,9 +192,9 @@ class SquareSlices(SlicedSizing):
     """The side of a slice: whole merge blocks."""
     min_tokens: int
     max_tokens: int
-    """Of the whole image."""
+    """With `min_tokens`, the range of tokens of the whole image."""
     tolerance: float
-    """Only images of so many times `max_tokens` have slices."""
+    """Only images of more than so many times `max_tokens` have slices."""
     thumbnail: bool
     """An image in slices is shown as a whole, too."""
 
@@ -208,8 +210,8 @@ class SquareSlices(SlicedSizing):
         return self.patch_size * self.merge_size
 
     def slices(self, size: Size) -> Layout | None:
-        """transformers: Lfm2VlImageProcessor.resize_and_split. A single slice is none: its
-        processor counts the tokens of the whole image then."""
+        """transformers: Lfm2VlImageProcessor.resize_and_split. A single slice counts as none,
+        because the processor then counts the tokens of the whole image."""
         width, height = (
             max(self.patch_size, round(side / self.block) * self.block)
             for side in (size.width, size.height)
@@ -233,7 +235,7 @@ class SquareSlices(SlicedSizing):
 
     @property
     def least_tokens(self) -> int:
-        """Shrinking rounds both sides down: to a half at most."""
+        """Shrinking rounds both sides down, each by at most a half."""
         return max(1, min(self.min_tokens, self.max_tokens // 4, self.slice_tokens))
 
     def longest_side_patches(self) -> int:
@@ -270,7 +272,8 @@ class PaddedCrops(BlockSizing):
 
     @property
     def least_tokens(self) -> int:
-        """Fewer than any picture has: a crop is padded on one side at most."""
+        """A lower bound on the tokens of a picture, because a crop is padded on at most one
+        side."""
         return self.side_patches // self.merge_size
 
     def layout(self, size: Size) -> Layout:
@@ -339,5 +342,5 @@ class PaddedCrops(BlockSizing):
 
 
 def whole(length: float, divisor: int) -> int:
-    """To the nearest multiple of the divisor, which is the least."""
+    """Rounds to the nearest multiple of the divisor, but at least to the divisor."""
     return max(round(length / divisor) * divisor, divisor)

@@ -1,6 +1,6 @@
 """Sizings in tiles: an image becomes a canvas of square tiles. Pure: no torch.
 
-A tile is one attention segment and gives a fixed number of tokens. Where there is more than one,
+A tile is one attention segment and gives a fixed number of tokens. If there is more than one,
 another tile (the overview) shows the whole image once more.
 """
 
@@ -19,24 +19,25 @@ from actors.spec.sizing import MOST_ITEMS_A_BUDGET, Defaults, Largest
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 TILES_PER_BUDGET = 16
-"""Default of the largest budget where every image is one tile, so that images share a graph."""
+"""Tiles of the default largest budget if every image is one tile, so that images share a graph."""
 
 SCALED_OVER = 1.1
-"""LLaVA-OneVision scales rows and columns down only where they are too long by this factor."""
+"""LLaVA-OneVision scales rows and columns down only if they are too long by more than this
+factor."""
 
 COVERED_OVER = 0.9
 """Ovis 2 takes the fewest tiles that keep a larger share of the image's area."""
 CACHED_PARTITIONS = 256
 
 MOST_TILES = 10_000
-"""Of an image: more than any model has. All their layouts are tried."""
+"""The limit on the tiles of an image, because all their layouts are tried. No model has as many."""
 
 Layout = tuple[int, int]  # rows and columns of tiles
 
 
 @dataclass(frozen=True, slots=True)
 class TileSizing(ABC):
-    """How a tile is divided, whatever the rule that lays out the tiles. See Sizing."""
+    """How a tile is divided. Subclasses lay out the tiles. See Sizing."""
 
     tile_pixels: int  # the side of a tile
     patch_size: int
@@ -72,7 +73,8 @@ class TileSizing(ABC):
         return self.token_side**2
 
     def plan(self, size: Size) -> ItemPlan:
-        """`grid_thw` is that of the canvas alone, so that it tells the layout."""
+        """`grid_thw` is that of the canvas without the overview, so that the layout follows from
+        it."""
         rows, columns = self.layout(size)
         tiles = with_overview(rows * columns)
         tokens = tiles * self.tile_tokens
@@ -98,11 +100,11 @@ class CutTiles(TileSizing):
     """As many tiles as suit the image, up to the processor's `max_patches`."""
 
     def defaults(self) -> Defaults:
-        """None of a model that sees every image as one tile (Gemma 3)."""
+        """Empty for a model that sees every image as one tile (Gemma 3)."""
         return {"max_patches": self.max_tiles} if self.max_tiles > 1 else {}
 
     def largest(self, tokens: int) -> Largest:
-        """Besides the overview."""
+        """One tile of the tokens is the overview."""
         most = max(1, tokens // self.tile_tokens - 1)
         return dict.fromkeys(self.defaults(), most)
 
@@ -147,8 +149,8 @@ class PartitionedTiles(CutTiles):
     overview_first: ClassVar[bool] = True
 
     def layout(self, size: Size) -> Layout:
-        """Its processor takes the rows of the best partition for columns, and the reverse: a wide
-        image has a canvas that is as high as the partition is wide."""
+        """The processor swaps the rows and columns of the best partition, so a wide image has a
+        canvas that is as high as the partition is wide."""
         down, across = partition(size, self.tile_pixels, self.max_tiles)
         return across, down
 
@@ -159,7 +161,7 @@ class PartitionedTiles(CutTiles):
 
 @dataclass(frozen=True, slots=True)
 class PaddedTiles(CutTiles):
-    """Pads the image, its aspect ratio kept, to the canvas that it fits best (Llama 4)."""
+    """Pads the image to the canvas that it fits best, and keeps its aspect ratio (Llama 4)."""
 
     precision: ClassVar[type[np.floating]] = np.float32
     """As in transformers: canvases tie after rounding."""
@@ -190,7 +192,7 @@ class PaddedTiles(CutTiles):
 
 @dataclass(frozen=True, slots=True)
 class FilledTiles(PaddedTiles):
-    """As PaddedTiles, without an overview. `max_tiles` are computed of every image: empty ones
+    """Like PaddedTiles, without an overview. `max_tiles` are computed for every image: empty ones
     follow those that show it (Llama 3.2 Vision). transformers.models.mllama has the same rules:
     get_optimal_tiled_canvas and get_image_size_fit_to_canvas."""
 
@@ -216,7 +218,7 @@ class FilledTiles(PaddedTiles):
         )
 
     def token_range(self) -> tuple[int, int]:
-        """The largest budget holds MOST_ITEMS_A_BUDGET images, which are of one size."""
+        """The largest budget holds MOST_ITEMS_A_BUDGET images, which all have the same size."""
         computed = self.max_tiles * self.tile_tokens
         return computed, MOST_ITEMS_A_BUDGET * computed
 
@@ -235,13 +237,13 @@ class OneTile(TileSizing):
     """The side of the picture."""
     cropped: bool
     """True: the picture is the centre of the image, whose shorter side it fills unless
-    `shorter_pixels` is more. False: all of the image, stretched."""
+    `shorter_pixels` is more. False: the picture is all of the image, stretched."""
     class_tokens: int
     """Rows of the embedding before those of the patches."""
     pooled: bool = False
-    """The tile gives one vector in place of the rows of its tokens."""
+    """The tile gives one vector instead of the rows of its tokens."""
     paths: int = 1
-    """Of the model; images take the first."""
+    """How many paths the model has. Images take the first."""
     shorter_pixels: int | None = None
     """The shorter side of the image from which the picture is cropped. None: the picture's side."""
 
@@ -270,7 +272,7 @@ class OneTile(TileSizing):
 
     @property
     def tile_tokens(self) -> int:
-        """Tokens of its patches, and the class token."""
+        """The tokens of its patches, and the class tokens."""
         return self.class_tokens + self.token_side**2
 
     def token_range(self) -> tuple[int, int]:
@@ -301,15 +303,15 @@ class CentredTile(OneTile):
 class AnyresSizing(TileSizing):
     """Pads the image to one of a list of canvases, after the overview (LLaVA-OneVision).
 
-    An image has fewer rows than tokens computed: padding gives no rows, a canvas of many tiles is
-    scaled down in rows and columns of tokens, and each row of tokens ends in a newline token.
+    An image has fewer rows than computed tokens: padding gives no rows, and the rows and columns of
+    tokens of a canvas of many tiles are scaled down. Each row of tokens ends in a newline token.
     """
 
     picture_pixels: int
     """The side of a tile on the canvas. Pixels that fill no whole patch are dropped on the right
     and at the bottom of each."""
     canvases: tuple[Layout, ...]
-    """In order of preference: of equally good ones the first is taken."""
+    """In order of preference: the first of equally good ones is taken."""
     most_tiles: int
     """Canvases are scaled down to about the tokens of this many tiles."""
 
@@ -389,7 +391,7 @@ class SplitTiles(TileSizing):
     picture_pixels: int
     """As in AnyresSizing."""
     longest_pixels: int
-    """Of the longer side: whole tiles."""
+    """The length of the longer side, which is whole tiles."""
 
     def fitted(self, size: Size) -> Size:
         """transformers.models.idefics3: get_resize_output_image_size."""
@@ -420,12 +422,12 @@ class OverlappingTiles(CutTiles):
 
     @property
     def step_patches(self) -> int:
-        """From one tile to the next."""
+        """Patches from one tile to the next."""
         return self.side_patches - sum(self.margins)
 
     @property
     def tile_tokens(self) -> int:
-        """As many as the overview gives, and more than a tile."""
+        """As many as the overview gives. Other tiles give fewer."""
         return windows(self.side_patches, self.window) ** 2
 
     def layout(self, size: Size) -> Layout:
@@ -440,7 +442,7 @@ class OverlappingTiles(CutTiles):
         return found[int(np.where(scales < 1, np.inf, scales).argmin())]
 
     def canvas(self, size: Size) -> Layout:
-        """Its rows and columns of patches."""
+        """Rows and columns of patches of the canvas."""
         rows, columns = (
             tiles * self.step_patches + sum(self.margins) for tiles in self.layout(size)
         )
@@ -468,18 +470,18 @@ class OverlappingTiles(CutTiles):
 
 
 def windows(patches: int, window: int) -> int:
-    """Of a side with so many patches; the first and the last may be smaller."""
+    """The windows along a side with so many patches. The first and the last may be smaller."""
     return -(-patches // window)
 
 
 def nearest_canvas(size: Size, tile_pixels: int, least: int, most: int) -> Layout:
-    """That of `least` to `most` tiles whose aspect ratio is nearest to the image's.
+    """The canvas of `least` to `most` tiles whose aspect ratio is nearest to the image's.
     transformers.models.got_ocr2: get_optimal_tiled_canvas."""
     aspect, area = size.width / size.height, size.width * size.height
     best, best_distance = (1, 1), math.inf
     for rows, columns in layouts(least, most):
         distance = abs(aspect - columns / rows)
-        # Of two with the same aspect ratio the larger, unless it is over twice the image.
+        # Of two that are equally near, the larger one, unless it has over twice the image's area.
         ample = area > 0.5 * tile_pixels**2 * rows * columns
         if distance < best_distance or (distance == best_distance and ample):
             best, best_distance = (rows, columns), distance
@@ -488,8 +490,8 @@ def nearest_canvas(size: Size, tile_pixels: int, least: int, most: int) -> Layou
 
 @lru_cache(CACHED_PARTITIONS)
 def partition(size: Size, tile_pixels: int, most: int) -> Layout:
-    """Rows and columns of the fewest parts, up to `most`, of an image that nearly keep their size
-    as tiles. transformers.models.ovis2: get_min_tile_covering_grid."""
+    """Divides an image into the fewest parts, up to `most`, that nearly keep their size as tiles:
+    rows and columns. transformers.models.ovis2: get_min_tile_covering_grid."""
     kept = {
         (down, across): kept_area(size, down, across, tile_pixels) / (size.width * size.height)
         for across, down in layouts(1, most)
@@ -516,7 +518,7 @@ def kept_area(size: Size, down: int, across: int, tile_pixels: int) -> float:
 
 
 def even(pixels: float) -> int:
-    """Down to an integer, then up to an even one; at least 1."""
+    """Rounds down to an integer, then up to an even one; at least 1."""
     return max(int(pixels) + int(pixels) % 2, 1)
 
 

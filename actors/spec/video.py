@@ -1,7 +1,7 @@
 """What a video costs, from its header alone: which frames, what size, which groups. No torch.
 
-The front door and the router plan with it from the container's header, the actor decodes only the
-frames that it names. Also how language models write videos in prompts (VideoStyle), and which rows
+The front door and the router plan from the container's header; the actor decodes only the frames of
+the plan. Also describes how language models write videos in prompts (VideoStyle), and which rows
 Efficient Video Sampling keeps.
 """
 
@@ -34,7 +34,7 @@ from actors.spec.tiles import windows
 from actors.types import Clip, ItemPlan, ProcessorKwargs, Size
 
 FRAMES_PER_GROUP = 2
-"""Of the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
+"""In the Qwen-VL and GLM-V families. A tower with other groups takes images only."""
 
 POOLED = 2
 """LLaVA-OneVision pools frames to this fraction of their rows and columns, rounded up;
@@ -60,18 +60,18 @@ class VideoSizing(ABC):
 
     @abstractmethod
     def longest_side_patches(self) -> int:
-        """A bound on the rows and columns of any plan."""
+        """An upper bound on the rows and columns of any plan."""
 
     def defaults(self) -> Defaults:
-        """What a request may say of a video, and what holds if it does not."""
+        """The options that a request may set for a video, and their defaults."""
         return self.sampling.defaults()
 
     def largest(self, tokens: int) -> Largest:
-        """The largest values, for groups of frames of up to so many tokens."""
+        """The largest values of these options, for groups of frames of up to so many tokens."""
         return self.sampling.largest()
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
-        """The sizing of a video whose request says this. Raises InvalidOption."""
+        """The sizing of a video with a request's options. Raises InvalidOption."""
         return replace(self, sampling=self.sampling.asked(kwargs))
 
     @property
@@ -86,7 +86,8 @@ class VideoSizing(ABC):
     def indices(self, clip: Clip) -> list[int]:
         """The frames to encode, before the last group is padded.
 
-        Raises InvalidMedia for too few frames, TooLarge for too many chosen ones.
+        Raises InvalidMedia for too few frames, InvalidOption for a `num_frames` that gives too few,
+        TooLarge for too many chosen ones.
         """
         if clip.chosen:
             found = list(range(clip.frames))
@@ -120,7 +121,8 @@ class VideoSizing(ABC):
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
 
     def plan(self, clip: Clip) -> ItemPlan:
-        """Grid, patches, tokens and attention segments. Raises InvalidMedia, TooLarge."""
+        """Grid, patches, tokens and attention segments. Raises what `indices` raises, and TooLarge
+        for other reasons."""
         size = self.resized(clip.size, len(self.indices(clip)))
         grid = (
             len(self.groups(clip)),
@@ -142,7 +144,7 @@ class VideoSizing(ABC):
 
 @dataclass(frozen=True, slots=True)
 class PixelRange(VideoSizing):
-    """Frames are resized by their pixels. Requests give those of one frame."""
+    """Frames are resized into a range of pixels. Requests give the range of one frame."""
 
     def largest(self, tokens: int) -> Largest:
         pixels = tokens * (self.patch_size * self.merge_size) ** 2
@@ -188,8 +190,8 @@ class TotalPixels(PixelRange):
     min_pixels: int
     max_pixels: int
     most_frame_tokens: int = 0  # limit of each frame, in addition; 0: no limit
-    min_frame_pixels: int = 0  # as asked for: of each frame, within the range of all
-    max_frame_pixels: int = 0  # 0: only the range of all
+    min_frame_pixels: int = 0  # of each frame, as a request asks, within the range of all
+    max_frame_pixels: int = 0  # likewise; 0: only the range of all
 
     def limits(self, frames: int) -> tuple[int, int]:
         """The fewest and the most pixels of so many frames together."""
@@ -227,7 +229,7 @@ class TotalPixels(PixelRange):
 
 @dataclass(frozen=True, slots=True)
 class MeanTimes(TotalPixels):
-    """As TotalPixels, but a group's time is the mean of its first and last frame's (Qwen3-VL)."""
+    """Like TotalPixels, but a group's time is the mean of its first and last frame's (Qwen3-VL)."""
 
     def timestamps(self, clip: Clip) -> list[float]:
         """transformers: Qwen3VLProcessor._calculate_timestamps."""
@@ -236,10 +238,10 @@ class MeanTimes(TotalPixels):
 
 @dataclass(frozen=True, slots=True)
 class TargetPatches(VideoSizing):
-    """Each frame is stretched to about as many patches (Nemotron-H Omni)."""
+    """Each frame is stretched to about `patches` (Nemotron-H Omni)."""
 
     patches: int
-    """A sixteenth is fewer than any frame has."""
+    """Every frame has more than a sixteenth of them."""
 
     @property
     def least(self) -> int:
@@ -263,7 +265,7 @@ class TargetPatches(VideoSizing):
 
 @dataclass(frozen=True, slots=True)
 class CanvasPixels(TotalPixels):
-    """As TotalPixels, but shows frames on a canvas, as CanvasSizing (GLM-5-next)."""
+    """Like TotalPixels, but shows frames on a canvas, as CanvasSizing does (GLM-5-next)."""
 
     def resized(self, size: Size, frames: int) -> Size:
         """The canvas."""
@@ -300,7 +302,7 @@ class PooledGroups(VideoSizing):
         return 1  # the last group, or the only one, may have fewer frames
 
     def groups(self, clip: Clip) -> list[tuple[int, ...]]:
-        """As VideoSizing, but the last group is not padded."""
+        """Like VideoSizing, but the last group is not padded."""
         found = self.indices(clip)
         return [tuple(found[i : i + self.group]) for i in range(0, len(found), self.group)]
 
@@ -381,7 +383,7 @@ class AveragedFrames(PooledFrames):
         return Size(side * size.width // size.height, side)
 
     def plan(self, clip: Clip) -> ItemPlan:
-        """Without a newline. Raises TooLarge for an aspect ratio over MAX_ASPECT, too."""
+        """Without a newline. Also raises TooLarge for an aspect ratio over MAX_ASPECT."""
         check_aspect(clip.size)
         plan = PooledFrames.plan(self, clip)  # super() does not work with slots
         return replace(plan, tokens=plan.tokens - 1)
@@ -389,13 +391,13 @@ class AveragedFrames(PooledFrames):
 
 @dataclass(frozen=True, slots=True)
 class PooledWindows(VideoSizing):
-    """Each frame fills one tile, of whose patches windows are pooled to tokens (Molmo 2)."""
+    """Each frame fills one tile. Windows of its patches are pooled to tokens (Molmo 2)."""
 
     picture_pixels: int
     window: int
     """The side of a window in patches."""
     tile_tokens: int
-    """What a tile takes of a budget: see OverlappingTiles."""
+    """The tokens of a budget that a tile takes; see OverlappingTiles."""
 
     @property
     def side(self) -> int:
@@ -468,6 +470,6 @@ def retention_mask(
 
 
 def group_tokens(mask: npt.NDArray[np.bool_], plan: ItemPlan) -> tuple[int, ...]:
-    """Rows kept of each group."""
+    """How many rows of each group are kept."""
     judged = mask[: plan.group_tokens * plan.frames]
     return tuple(judged.reshape(plan.frames, -1).sum(1).tolist())

@@ -14,7 +14,8 @@ from actors.spec.tiles import Layout, StretchedTiles, layouts
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
 THIN_PIXELS, THIN_ASPECT = 32, 4
-"""Step3 first pads an image to a square if a side is shorter and the aspect ratio larger."""
+"""Step3 first pads an image to a square if a side is shorter than this, and the aspect ratio
+larger."""
 
 LONG_ASPECT = 1.5
 """Step3 cuts an image with a larger aspect ratio even if it fits the view of the whole image."""
@@ -60,7 +61,7 @@ class CropSizing:
 
     @property
     def view_tokens(self) -> tuple[int, int]:
-        """The newlines of the whole image are computed with it."""
+        """Includes the newlines of the whole image, which are computed with it."""
         return self.image_side * (self.image_side + 1), self.crops.tile_tokens
 
     def layout(self, size: Size) -> Layout | None:
@@ -106,7 +107,7 @@ class CropSizing:
         return whole + rows * self.crop_side * (columns * self.crop_side + 1)
 
     def largest_budget(self, most: int) -> int:
-        """All of it, as published."""
+        """`most`, as published."""
         return most
 
     def token_range(self) -> tuple[int, int]:
@@ -126,14 +127,14 @@ class CropSizing:
 
 @dataclass(frozen=True, slots=True)
 class PlainCrops(CropSizing):
-    """As CropSizing, without newlines (DeepSeek-OCR 2)."""
+    """Like CropSizing, without newlines (DeepSeek-OCR 2)."""
 
     @property
     def view_tokens(self) -> tuple[int, int]:
         return self.image_side**2, self.crops.tile_tokens
 
     def layout(self, size: Size) -> Layout | None:
-        """As CropSizing, but where no more than one crop is allowed, that is the whole image."""
+        """Like CropSizing, but a single crop counts, too: it shows the whole image."""
         if max(size.width, size.height) <= self.crops.tile_pixels:
             return None
         return self.crops.layout(size)
@@ -184,7 +185,7 @@ class WindowSizing:
     crop_pixels: int
     """The side of a crop."""
     longest_pixels: int
-    """Larger images are shrunk to it."""
+    """Images with a longer side are shrunk to it."""
     patch_size: int
     merge_size: int
     """merge_size ** 2 patches give one token."""
@@ -264,7 +265,7 @@ class WindowSizing:
 
 @dataclass(frozen=True, slots=True)
 class PaddedWindows(WindowSizing):
-    """As the first models' own code (ImagePatcher), which rounds and pads differently."""
+    """Like the first models' own code (ImagePatcher), which rounds and pads differently."""
 
     stretches: ClassVar[bool] = False
 

@@ -37,7 +37,7 @@ UNUSED = frozenset(
         *affine("head.output_proj", (1,)),
     }
 )
-"""Its pooling, which rows do not need."""
+"""The pooling head, which rows do not need."""
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
@@ -64,7 +64,7 @@ def names_of(spec: ModelSpec, root: str = "") -> BlockNames:
 
 
 def tower_shapes(spec: ModelSpec, root: str = "", patches: str = PATCHES) -> Expected:
-    """`root`: what precedes all names; `patches`: that of the embedding of patches."""
+    """`root`: what precedes all names. `patches`: the name of the patch embedding."""
     tower = Dimensions.read(spec)
     return {
         **affine(root + patches, (tower.width, 3, tower.patch_size, tower.patch_size)),

@@ -12,7 +12,7 @@ MLP_WIDTH = 36864  # transformers' default of Cohere 2 Vision's alignment_interm
 
 
 def aya_vision(source: ModelSource) -> ModelSpec:
-    """Its processor always cuts tiles, whatever the `crop_to_patches` of its image processor."""
+    """The processor always cuts tiles, whatever `crop_to_patches` of its image processor says."""
     config = source.config
     last = {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"}
     only(config, last, "config.json")

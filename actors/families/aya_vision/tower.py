@@ -34,7 +34,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 
 def last_norm(spec: ModelSpec) -> tuple[str, int]:
-    """Its name, and over how many values."""
+    """The name of the last norm, and over how many values it is."""
     tower = clip.dimensions(spec)
     if spec.family == "aya_vision":
         return "layernorm", tower.merged

@@ -1,6 +1,6 @@
 """CLIP and SigLIP on their own, every image as one tile: transformers.models.clip, siglip.
 
-SigLIP 2 of a fixed size is a SigLIP to transformers, and here; with NaFlex it is in siglip2.
+Here, as in transformers, SigLIP 2 of a fixed size is a SigLIP; SigLIP 2 with NaFlex is in siglip2.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def siglip(source: ModelSource) -> ModelSpec:
 
 
 def clip(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, or the projected vector."""
+    """Rows of the last hidden state, the class token's first, or the projected vector."""
     return alone("clip", CLIP_TOWER, source, class_tokens=1)
 
 
 def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> ModelSpec:
-    """A tower without a language model: all of its layers; with vectors, its pooling, projection
-    and text tower."""
+    """The spec of a tower without a language model: all of its layers and, with vectors, its
+    pooling, projection and text tower."""
     vision = source.vision | {"model_type": kind}
     vision |= {"used_layers": int(vision["num_hidden_layers"])}
     # SigLIP resizes bicubically, SigLIP 2 bilinearly.
@@ -80,8 +80,8 @@ def alone(family: str, kind: str, source: ModelSource, class_tokens: int) -> Mod
 
 
 def with_vectors(spec: ModelSpec, kind: str, source: ModelSource) -> ModelSpec:
-    """The spec of vectors of `spec.width` values, of texts too if there is a text tower. `kind`:
-    whose texts."""
+    """The spec with vectors of `spec.width` values, also of texts if there is a text tower. `kind`:
+    the `model_type` of the tower, which decides on the defaults of `text_config`."""
     assert isinstance(spec.sizing, OneTile | NaflexSizing)
     if kind == SIGLIP_TOWER:
         only(source.vision, {"vision_use_head": True}, "vision_config, for model.output vector")
@@ -106,9 +106,9 @@ def one_tile(
     class_tokens: int,
     resample: Resample | None = "bicubic",
 ) -> ModelSpec:
-    """The spec of a tower whose images are divided as by CLIP's or SigLIP's processor.
+    """The spec of a tower whose images are divided as CLIP's or SigLIP's processor divides them.
 
-    `resample`: None: as the processor says.
+    `resample`: None: that of the processor.
     """
     cropped = vision["model_type"] == CLIP_TOWER
     processor = source.image_processor(CLIP_PIXELS if cropped else HALVES, resample)

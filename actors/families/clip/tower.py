@@ -57,7 +57,7 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "quick_gelu": "quick_gelu",
     "gelu": "gelu",
 }
-"""By `hidden_act`."""
+"""Activations by `hidden_act`."""
 
 PATCHES = "embeddings.patch_embedding"
 POSITIONS = "embeddings.position_embedding"
@@ -81,7 +81,7 @@ def pooling_shapes(width: int, mlp_width: int) -> Expected:
 
 
 POOLING = frozenset(pooling_shapes(1, 1))
-"""The names of its tensors, which rows do not need."""
+"""The names of the pooling head's tensors, which rows do not need."""
 
 TEXT = "text_model"
 TEXT_NAMES = replace(NAMES, block=f"{TEXT}.{NAMES.block}")
@@ -148,7 +148,7 @@ def text_shapes(spec: ModelSpec, text: Mapping[str, Any]) -> Expected:
 
 
 def text_projection(spec: ModelSpec) -> tuple[str, bool]:
-    """Its name, and whether it has a bias."""
+    """The name of the layer, and whether it has a bias."""
     return ("text_projection", False) if is_clip(spec) else (f"{TEXT}.head", True)
 
 
@@ -186,7 +186,7 @@ def parts(
 
 
 def vector_parts(spec: ModelSpec, weights: Weights) -> TileParts:
-    """As `parts`, with a head that gives one vector for each tile."""
+    """Like `parts`, with a head that gives one vector per tile."""
     tower, rows = dimensions(spec), spec.sizing.token_range()[0]
     last, epsilon = weights.affine(LAST_NORM), float(spec.vision["layer_norm_eps"])
     if is_clip(spec):
@@ -205,7 +205,7 @@ def vector_parts(spec: ModelSpec, weights: Weights) -> TileParts:
 
 
 def pooling(spec: ModelSpec, weights: Weights) -> Pooling:
-    """SigLIP's."""
+    """SigLIP's pooling head."""
     tower, epsilon = dimensions(spec), float(spec.vision["layer_norm_eps"])
     probe, weight, bias = (
         weights.place(weights.tensors[f"head.{name}"])
@@ -231,15 +231,19 @@ def pooling(spec: ModelSpec, weights: Weights) -> Pooling:
 
 
 class Pooling(Protocol):
-    """One vector of many rows, by attention to them."""
+    """Pools many rows to one vector by attention."""
 
     def __call__(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[tiles, rows, width] to [tiles, width]. `mask`: bool [images, rows]: which of the rows of
-        a single tile are each image's: to [images, width]."""
+        """[tiles, rows, width] to [tiles, width].
+
+        With `mask`, bool [images, rows], there is a single tile, the mask says which of its rows
+        are each image's, and the result is [images, width].
+        """
 
 
 class TextAttention(SegmentAttention):
-    """Among the tokens of each text, all of one length. Reads nothing back."""
+    """Attention among the tokens of each text. All texts have the same length, so nothing is copied
+    to the host."""
 
     name = "texts"
 
@@ -254,10 +258,10 @@ class TextAttention(SegmentAttention):
 
 
 class TextTower:
-    """Token ids, each text padded to the longest, to vectors."""
+    """Encodes token ids, each text padded to the maximum length, to vectors."""
 
     def __init__(self, spec: ModelSpec, text: Mapping[str, Any], weights: Weights) -> None:
-        """Raises ValueError for what `text_config` says and this does not do."""
+        """Raises ValueError for settings of `text_config` that are not supported."""
         if (found := text["hidden_act"]) not in ACTIVATIONS:
             raise ValueError(f"hidden_act {found!r} of text_config: not supported")
         self.clip, self.length = is_clip(spec), int(text["max_position_embeddings"])
@@ -276,12 +280,12 @@ class TextTower:
         self.projection = weights.affine(text_projection(spec)[0])
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """`tokens`: uint8 [texts x length, 4], little-endian; of padding it may be anything."""
+        """`tokens`: uint8 [texts x length, 4], little-endian. Padding may have any value."""
         ids = tokens.view(torch.int32).view(-1, self.length).clamp(0, len(self.tokens) - 1)
         x = F.embedding(ids, self.tokens) + self.positions
         x, _ = self.blocks(x.flatten(0, 1), None, None, {})
         x = x.view(-1, self.length, x.shape[-1])
-        if self.clip:  # that of the first end, which sees all tokens before it
+        if self.clip:  # the row of the first end token, which sees all before
             ends = ids if self.end == FIRST_EOS else ids.eq(self.end).int()
             x = x[torch.arange(len(x), device=x.device), ends.argmax(-1)]
         else:
@@ -290,7 +294,7 @@ class TextTower:
 
 
 class ImageTextTower(Tower):
-    """Images on the first path, texts on the second, vectors of one space."""
+    """Encodes images on the first path and texts on the second, to vectors of one space."""
 
     def __init__(self, images: Tower, texts: TextTower) -> None:
         self.spec = images.spec

@@ -1,4 +1,4 @@
-"""What is particular to SAM's image encoder: its attention, and the neck behind its blocks.
+"""What is particular to SAM's image encoder: its attention, and the neck after its blocks.
 
 Computes what transformers.models.sam computes in SamVisionEncoder.
 """
@@ -49,10 +49,10 @@ class SquareAttention:
 
 
 class FastSquareAttention(SquareAttention):
-    """The same by Triton's kernel: CUDA, 16 bits, head sizes that are powers of two."""
+    """The same with our Triton kernel: CUDA, 16 bits, head sizes that are powers of two."""
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """Writes over qkv; the result is a view of it."""
+        """Overwrites qkv. The result is a view of it."""
         from actors.kernels.triton.square_attention import attend_squares_  # needs Triton
 
         return attend_squares_(qkv, self.tables, self.side)
@@ -61,9 +61,9 @@ class FastSquareAttention(SquareAttention):
 def without_key_bias(layer: BlockWeights) -> BlockWeights:
     """The same layer, but k and v have no bias.
 
-    SAM pads windows with zeros before qkv, so that k and v of the padding are their biases; without
-    them the padding of k and v is zero. The bias of k adds the same to all scores of a query, which
-    softmax does not see. That of v adds itself to the result, so the bias of proj has it.
+    SAM pads windows with zeros before qkv, so k and v of the padding are their biases. Without
+    biases, they are zero. The bias of k adds the same to all scores of a query, which does not
+    change the softmax. The bias of v is added to the result, so it moves into the bias of proj.
     """
     query, key, value = layer.qkv.bias.chunk(3)
     proj = F.linear(value.float(), layer.proj.weight.float(), layer.proj.bias.float())

@@ -11,7 +11,7 @@ from actors.spec.views import CropSizing
 
 
 def deepseek_ocr(source: ModelSource) -> ModelSpec:
-    """Its `model_type` has other towers, too: that of DeepSeek-OCR 2, and some that are refused.
+    """Other towers have the same `model_type`: DeepSeek-OCR 2's, and some that are not supported.
 
     `tile_size`, `min_patches` and `max_patches` of the processor are named as transformers names
     them for unlimited_ocr. Defaults are those of the model's own code: 2 to 9 crops of 640 pixels.

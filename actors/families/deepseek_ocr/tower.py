@@ -39,7 +39,7 @@ from actors.types import ItemPlan
 PREFIXES = ("sam_model.", "vision_model.", "projector.", "image_", "view_")
 
 UNUSED = frozenset({"embeddings.patch_embedding.weight", "embeddings.position_ids"})
-"""CLIP's own patch embedding: its patches are SAM's features."""
+"""CLIP's own patch embedding is not needed, because its patches are SAM's features."""
 
 # Constants of the published code:
 WINDOW = 14
@@ -82,7 +82,7 @@ def clip_dimensions(spec: ModelSpec) -> Dimensions:
 
 
 def clip_side(spec: ModelSpec) -> int:
-    """Of CLIP's table of positions."""
+    """The side of CLIP's table of positions."""
     clip = spec.vision["width"]["clip-l-14-224"]
     return int(clip["image_size"] // clip["patch_size"])
 
@@ -114,7 +114,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 
 def expected_sam(spec: ModelSpec) -> Expected:
-    """SAM, with what ends it."""
+    """The tensors of SAM, including those of the neck and the convolutions that end it."""
     sizes, side, channels = SamSizes.of(spec), table_side(spec), NECK_CHANNELS
     sam, (first, second) = sizes.sam, sizes.halving
     shapes: Expected = {
@@ -136,8 +136,8 @@ def expected_sam(spec: ModelSpec) -> Expected:
 
 
 class OcrTower(ViewTower):
-    """What both versions of DeepSeek-OCR have: SAM first, an encoder of SAM's features, a linear
-    layer, and a separator after the rows of an item."""
+    """The base of both versions of DeepSeek-OCR: SAM, an encoder of SAM's features, a linear layer,
+    and a separator after the rows of an item."""
 
     def __init__(
         self, spec: ModelSpec, weights: Weights, attention: Attention, blocks: BlocksForm
@@ -152,7 +152,7 @@ class OcrTower(ViewTower):
         style = Style(sizes.sam.heads, "gelu", sam.EPSILON)
         self.sam: dict[str, Blocks] = {}
         self.positions: dict[str, Tensor] = {}
-        """Of each path [side, side, width of SAM], with the bias of the patch embedding."""
+        """For each path [side, side, width of SAM], including the bias of the patch embedding."""
         for path, side in zip(PATHS, self.sizing.side_patches, strict=True):
             of_layers = [squares(side, each) for each in relative_positions(weights, sizes, side)]
             self.sam[path] = blocks(layers, style, of_layers, ())
@@ -164,7 +164,7 @@ class OcrTower(ViewTower):
         self.separator = weights.place(weights.tensors["seperator"])[None]
 
     def features(self, path: str, values: Values) -> Tensor:
-        """[views, tokens of a view, channels]."""
+        """SAM's features: [views, tokens of a view, channels]."""
         positions = self.positions[path]
         x = F.linear(centred(values["patches"], self.dtype), self.embedding.weight)
         x = x.view(-1, *positions.shape) + positions
@@ -207,7 +207,7 @@ class DeepseekOcrTower(OcrTower):
         return torch.cat([rows.unflatten(1, (side, side)), newlines], 2).flatten(0, 2)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """Per item its crops as one grid, then the whole, then the separator."""
+        """Per item, its crops as one grid, then the whole image, then the separator."""
         whole, crops = outputs
         places = order(plans, self.sizing, len(whole), len(crops))
         return chosen([whole, crops, self.newline, self.separator], places)
@@ -228,7 +228,7 @@ def square_attention(head_size: int, attention: Attention) -> type[sam.SquareAtt
 
 
 def relative_positions(weights: Weights, sizes: SamSizes, side: int) -> Iterator[Tensor]:
-    """Of each layer, for views with this side: see SquareAttention.tables."""
+    """The tables of each layer, for views with this side; see SquareAttention.tables."""
     for index in range(sizes.sam.depth):
         window = side if index in sizes.whole_view else WINDOW
         both = [weights.tensors[f"blocks.{index}.attn.rel_pos_{axis}"] for axis in "hw"]

@@ -18,7 +18,7 @@ IMAGE_PIXELS, CROP_PIXELS = 1024, 768
 """There are learned queries for these two sizes."""
 
 SAM, ENCODER = "sam_vit_b", "qwen2-0-5b"
-"""Of the towers in the published configuration."""
+"""The names of the towers in the published configuration."""
 
 PUBLISHED_ENCODER: Json = {
     **{"layers": 24, "width": 896, "heads": 14, "key_heads": 2, "mlp_width": 4864},
@@ -28,12 +28,12 @@ PUBLISHED_ENCODER: Json = {
 
 
 def published(source: ModelSource) -> ModelSpec:
-    """Under its published keys. Settings of the processor are named as transformers names them."""
+    """Reads the published keys. Settings of the processor have transformers' names."""
     vision, projector = source.vision, source.config["projector_config"]
     only(projector, {"projector_type": "linear"}, "projector_config")
     only(vision["width"][ENCODER], {"dim": PUBLISHED_ENCODER["width"]}, ENCODER)
     sam = dict(vision["width"][SAM])
-    # The code has the width of the encoder where the configuration has that of DeepSeek-OCR's.
+    # The code uses the width of this encoder; the configuration states that of DeepSeek-OCR's.
     sam["downsample_channels"] = [sam["downsample_channels"][0], PUBLISHED_ENCODER["width"]]
     processor = HALVES | (source.files.read_json("processor_config.json") or {})
     fixed = {"patch_size": 16, "downsample_ratio": 4, "normalize": True}
@@ -43,7 +43,7 @@ def published(source: ModelSource) -> ModelSpec:
 
 
 def deepseek_ocr2(source: ModelSource) -> ModelSpec:
-    """Under transformers' keys."""
+    """Reads transformers' keys."""
     sam, encoder = source.vision["sam_config"], source.vision["encoder_config"]
     fixed = {
         **{"output_channels": 256, "window_size": 14, "mlp_dim": 4 * sam["hidden_size"]},

@@ -1,8 +1,8 @@
 """DeepSeek-OCR 2's towers: SAM, then a small language model whose learned queries give the rows.
 
 Computes what transformers.models.deepseek_ocr2 computes in get_image_features. Tensor names are the
-published checkpoint's. SAM's features of a view see each other; the queries, as many, see those and
-the queries before them.
+published checkpoint's. SAM's features of a view see each other. There are as many queries, which
+see the features and the queries before them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class EncoderSizes:
     width: int
     heads: int
     key_heads: int
-    """Of keys, and of values: each is for several heads of queries."""
+    """Heads of keys, and of values. Each serves several heads of queries."""
     mlp_width: int
     epsilon: float
     theta: float
@@ -100,7 +100,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 @dataclass(frozen=True, slots=True)
 class PrefixAttention:
-    """Of views with as many queries as features, which are first."""
+    """Attention of views whose features come first, followed by as many queries."""
 
     mask: Tensor
     """[rows of a view, rows of a view]: minus infinity where a row does not see another."""
@@ -152,7 +152,7 @@ class DeepseekOcr2Tower(OcrTower):
         return self.projector.linear(rms_norm(x, self.last, self.encoder_sizes.epsilon))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """Per item its crops one after the other, then the whole, then the separator."""
+        """Per item, its crops one after the other, then the whole image, then the separator."""
         whole, crops = outputs
         places, before = [], [0, len(whole)]
         for plan in plans:

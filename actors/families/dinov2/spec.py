@@ -12,12 +12,12 @@ from actors.spec.tiles import OneTile
 
 
 def dinov2(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, or the class token's alone."""
+    """Rows of the last hidden state, the class token's first, or only the class token's."""
     return tower("dinov2", source)
 
 
 def with_registers(source: ModelSource) -> ModelSpec:
-    """The same; the rows of the register tokens follow that of the class token."""
+    """Like `dinov2`, but the rows of the register tokens follow that of the class token."""
     return tower("dinov2_with_registers", source)
 
 

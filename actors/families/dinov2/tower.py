@@ -28,7 +28,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.tiles import OneTile
 
 PREFIXES = ("dinov2.", "dinov2_with_registers.", "")
-"""The first two: of checkpoints with a classifier."""
+"""The first two are for checkpoints with a classifier."""
 UNUSED = frozenset({"embeddings.mask_token", *affine("classifier", (1,))})
 
 NAMES = BlockNames(
@@ -104,5 +104,6 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
 
 
 def registered(spec: ModelSpec) -> bool:
-    """Has register tokens. transformers resamples the positions of these with antialiasing."""
+    """Whether there are register tokens. If so, transformers resamples positions with
+    antialiasing."""
     return spec.family == "dinov2_with_registers"

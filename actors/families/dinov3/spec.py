@@ -21,8 +21,8 @@ PIXELS: Json = IMAGENET_PIXELS | {"resample": PIL_RESAMPLING["bilinear"], "size"
 
 
 def dinov3(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, then those of the register
-    tokens; or the class token's alone."""
+    """Rows of the last hidden state, the class token's first, then those of the register tokens; or
+    only the class token's."""
     vision, processor = source.tower, source.image_processor(PIXELS, None)
     only(vision, {"hidden_act": "silu" if vision["use_gated_mlp"] else "gelu"}, "config.json")
     only(processor, {"do_center_crop": False}, "the image processor")

@@ -13,7 +13,7 @@ def ernie45_vl(source: ModelSource) -> ModelSpec:
     only(vision, {"hidden_act": "quick_gelu", "temporal_merge_size": 2}, "vision_config")
     if "mlp_ratio" in vision:
         vision["intermediate_size"] = int(vision["mlp_ratio"] * vision["hidden_size"])
-    # In published files the language model's settings are not in text_config.
+    # In the published files, the language model's settings are not in text_config.
     text = source.config.get("text_config", source.config)
     vision |= {"resampler_epsilon": text.get("rms_norm_eps", 1e-5)}
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])

@@ -1,7 +1,7 @@
 """The vision tower of ERNIE-4.5-VL: Qwen2-VL's blocks, a last norm, and a resampler.
 
 Computes what transformers.models.ernie4_5_vl_moe computes in get_image_features. The resampler
-joins pairs of frames; an image is a pair with itself.
+joins pairs of frames; an image is paired with itself.
 """
 
 from __future__ import annotations

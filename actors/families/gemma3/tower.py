@@ -32,7 +32,7 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     tower = Dimensions.read(spec)
     epsilon = float(spec.vision["layer_norm_eps"])
     last = weights.affine(LAST_NORM)
-    # The norm's weight is stored less one.
+    # The checkpoint stores the norm's weight minus one.
     norm = weights.place(weights.tensors["mm_soft_emb_norm.weight"].float() + 1)
     projection = weights.place(weights.tensors["mm_input_projection_weight"].T)
 

@@ -38,7 +38,7 @@ PREFIXES = ("audio_tower.", "embed_audio.")
 STEM, OUT = "subsample_conv_projection", "output_proj"
 PROJECTOR = "embedding_projection"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-"""Of each linear layer of the blocks, with `use_clipped_linears`."""
+"""The bounds of each linear layer of the blocks, with `use_clipped_linears`."""
 EPSILON = 1e-6
 LONGEST_WAVE = 10_000  # of sinusoids, in positions over 2 pi
 KEY_SCALE = math.log(1 + math.e) / math.log(2)
@@ -48,9 +48,10 @@ HIDDEN = -1e9  # in place of scores
 @dataclass(frozen=True, slots=True)
 class GemmaAudioParts(ConformerParts):
     before: int
-    """Positions before each one that have terms of distance, and queries of a block."""
+    """How many positions before each one have terms of distance, and how many queries a block
+    has."""
     cap: float
-    """Of scores."""
+    """The limit of scores."""
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
@@ -109,7 +110,7 @@ def parts(spec: ModelSpec, weights: Weights) -> GemmaAudioParts:
     tower, vision = dimensions(spec), spec.vision
     before = int(vision["attention_context_left"]) - 1
     out, projector = weights.affine(OUT), weights.affine(PROJECTOR)
-    # Published by mels, then channels; here it is the other way round.
+    # As published, mels come before channels; here it is the other way round.
     stem = weights.affine(f"{STEM}.input_proj_linear")
     turned = stem.weight.unflatten(1, (-1, channels(spec)[1])).transpose(1, 2).flatten(1)
 
@@ -195,7 +196,7 @@ def bounds(weights: Weights, names: Sequence[str]) -> Tensor:
 
 
 def sinusoids(before: int, width: int) -> Tensor:
-    """float32 [positions, width]: of the farthest position before another to itself."""
+    """float32 [positions, width]: from the farthest position before another one to itself."""
     count = width // 2
     waves = torch.exp(torch.arange(count) * (-math.log(LONGEST_WAVE) / max(1, count - 1)))
     angles = torch.arange(before, -1, -1)[:, None] * waves
@@ -203,8 +204,8 @@ def sinusoids(before: int, width: int) -> Tensor:
 
 
 class GemmaAudioTower(ConformerTower):
-    """Scores in float32, in blocks of queries, whose keys are those of a block and the one before
-    it. A block may have positions of several sounds."""
+    """Computes scores in float32, in blocks of queries. The keys of a block are its own and those
+    of the block before it. A block may have positions of several sounds."""
 
     parts: GemmaAudioParts
 
@@ -235,8 +236,8 @@ class GemmaAudioTower(ConformerTower):
         return padded.view(*x.shape[:-2], -1, block, x.shape[-1])
 
     def shifted(self, x: Tensor) -> Tensor:
-        """[..., queries, distances] to [..., queries, keys of a block and the one before]: row by
-        row one place later."""
+        """[..., queries, distances] to [..., queries, keys of a block and the one before]: each row
+        is shifted one place further."""
         block = self.parts.before
         wide = F.pad(x, (0, block)).flatten(-2)
         return wide[..., : 2 * block * block].view(*x.shape[:-1], 2 * block)

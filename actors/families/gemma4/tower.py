@@ -48,7 +48,7 @@ PATCHES = "patch_embedder.input_proj"
 POSITIONS = "patch_embedder.position_embedding_table"
 PROJECTOR = "embedding_projection"
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-"""Of each linear layer of the blocks, with `use_clipped_linears`."""
+"""The bounds of each linear layer of the blocks, with `use_clipped_linears`."""
 STANDARD = ("std_bias", "std_scale")
 
 
@@ -97,7 +97,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     def one_of_each_axis(
         places: Tensor, rows: int, columns: int, side: int
     ) -> tuple[Tensor, Tensor]:
-        """Of the table of columns, and of that of rows."""
+        """One entry of the table of columns, and one of that of rows."""
         taps = places.flip(1) + torch.tensor([0, len(table) // 2])
         return taps, torch.ones(taps.shape)
 
@@ -114,8 +114,8 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
 
 
 def ours(layer: BlockWeights, heads: int) -> BlockWeights:
-    """Published: the first half of a head rotates with columns, the second with rows, each half
-    against half; scores are not scaled, and values are normalised."""
+    """Converts a published layer: there, the first half of a head rotates with columns, the second
+    with rows, each half against half. Scores are not scaled, and values are normalised."""
     assert layer.qk_norm is not None
     query, key = layer.qk_norm
     size = len(query)

@@ -1,6 +1,6 @@
 """GLM-4.1V and GLM-4.5V: transformers.models.glm4v. GLM-4.6V: transformers.models.glm46v.
 
-GLM-4.6V is published with the `model_type` of the others: its processor tells.
+GLM-4.6V is published with the `model_type` of the others. Its processor tells them apart.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def glm(
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS)
     only(vision, {"hidden_act": "silu", "attention_bias": bias}, "vision_config")
     smallest, largest = pixel_range(processor, 12544, 11760000)
-    # The range counts the pixels of all frames of a group; an image fills each of them.
+    # The range counts the pixels of all frames of a group. An image fills all of them.
     frames = int(vision["temporal_patch_size"])
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])
     sizing = EnlargingSizing(patch, merge, -(-smallest // frames), largest // frames)
@@ -43,7 +43,8 @@ def glm(
 
 MODEL_TYPES = {"glm4v": glm4v, "glm4v_moe": glm4v, "glm46v": glm46v}
 PROCESSORS = {"Glm4v": "glm4v", "Glm46V": "glm46v"}
-"""Whatever the `model_type`: the sampling of videos and the texts of times are the processor's."""
+"""Overrides `model_type`, because the processor decides how videos are sampled and how times are
+written."""
 
 TOWER: Json = {
     **{"depth": 24, "hidden_size": 1536, "intermediate_size": 13696, "num_heads": 12},

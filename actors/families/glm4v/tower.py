@@ -64,7 +64,7 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 
 
 def is_ocr(spec: ModelSpec) -> bool:
-    """GLM-OCR's kind of tower."""
+    """Whether the tower is of GLM-OCR's kind."""
     return spec.family in ("glm_ocr", "glm5_next")
 
 

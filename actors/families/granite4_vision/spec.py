@@ -1,6 +1,6 @@
 """Granite 4 Vision: transformers.models.granite4_vision.
 
-Images are divided as by LLaVA-NeXT. A row has one feature for each layer of the language model that
+Images are divided as in LLaVA-NeXT. A row has one feature for each layer of the language model that
 takes one, in the order of `deepstack_features` in transformers.
 """
 
@@ -14,7 +14,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import CLIP_PIXELS, ModelSource, layers_run, only
 
 OFFSETS = 4
-"""Projectors that see one patch of each block of 2 x 2: one for each place in it."""
+"""Projectors that see one patch of each block of 2 x 2: one projector for each place in it."""
 MERGE = 2
 
 QFORMER = {

@@ -1,8 +1,8 @@
 """The vision tower of Granite 4 Vision: SigLIP, and a Q-Former over windows for each feature.
 
 Computes what transformers.models.granite4_vision computes in get_image_features, for each image as
-if it were alone in its prompt: the features of a token lie one after the other. The patches of a
-tile lie in blocks of 2 x 2, which give one token.
+if it were alone in its prompt. The features of a token are concatenated. The patches of a tile are
+in blocks of 2 x 2, each of which gives one token.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NORM_EPSILON = 1e-6  # of a projector's first norm: the configuration does not s
 
 @dataclass(frozen=True, slots=True)
 class GraniteParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     anyres: OnevisionParts
     projectors: Sequence[WindowProjector]
@@ -54,7 +54,7 @@ def family(spec: ModelSpec) -> Family[GraniteParts]:
 
 
 def names(spec: ModelSpec) -> list[str]:
-    """Of the projectors, in the order of their features."""
+    """The names of the projectors, in the order of their features."""
     layerwise = len(spec.vision["features"]) - OFFSETS
     return [*map(str, range(layerwise)), *(f"projectors.{place}" for place in range(OFFSETS))]
 
@@ -114,8 +114,8 @@ class WindowProjector:
     """transformers: Granite4VisionWindowQFormerDownsampler."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, name: str, offset: int | None) -> None:
-        """`offset`: the place in a block of 2 x 2 of the patch that its query is from. None: it is
-        from the mean of the block."""
+        """`offset`: which patch of a block of 2 x 2 its query comes from. None: from the mean of
+        the block."""
         assert spec.sizing.merge_size == 2
         self.offset = offset
         self.query_side = int(spec.vision["query_side"])
@@ -172,7 +172,8 @@ class QueryAttention:
         )
 
     def __call__(self, y: Tensor, seen: Tensor) -> Tensor:
-        """[windows, queries, width], of what they see [windows, patches, width]."""
+        """y: the queries [windows, queries, width]. `seen`: what they attend to [windows, patches,
+        width]."""
         query = self.query.linear(y).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
         key, value = (
             self.inner.linear(seen).unflatten(-1, (2, -1, HEAD_SIZE)).permute(2, 0, 3, 1, 4)

@@ -8,7 +8,8 @@ from actors.spec.sizing import LinedSizing
 
 
 def hunyuan_vl(source: ModelSource) -> ModelSpec:
-    """Resizes by bicubic whatever the processor's `resample` says, as transformers does."""
+    """Images are always resized bicubically, as in transformers, whatever the processor's
+    `resample` says."""
     vision, processor = source.vision, source.image_processor(CLIP_PIXELS, resample=None)
     fixed = {"hidden_act": "gelu", "interpolate_mode": "bilinear", "cat_extra_token": True}
     only(vision, fixed | {"add_patchemb_bias": True}, "vision_config")

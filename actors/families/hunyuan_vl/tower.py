@@ -1,8 +1,8 @@
 """The vision tower of Hunyuan-VL with its projector, which adds rows of its own.
 
 Computes what transformers.models.hunyuan_vl computes in get_image_features. The graph ends with the
-rows of tokens. Those that begin an image, end it and end its lines are constants, and follow, as in
-DeepSeek-OCR.
+rows of tokens. The rows that begin an image, end it and end its lines are constants, which are
+added after the graph, as in DeepSeek-OCR.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ POSITIONS = "embeddings.position_embedding"
 
 @dataclass(frozen=True, slots=True)
 class HunyuanParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     packed: PackedParts
     added: Tensor
@@ -61,7 +61,7 @@ def family(spec: ModelSpec) -> Family[HunyuanParts]:
     width, merge = tower.width, tower.merge_size
     expected = {
         **affine(PATCHES, (width, 3, tower.patch_size, tower.patch_size)),
-        # A class token, which the tower does not have, is the first.
+        # The first is for a class token, which the tower does not have.
         **affine(POSITIONS, (table_side(spec) ** 2 + 1, width), bias=False),
         **expected_blocks(NAMES, tower.depth, width, tower.mlp_width),
         **affine("perceive.before_rms", (width,), bias=False),

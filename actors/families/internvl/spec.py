@@ -18,13 +18,13 @@ FRAMES = 8  # default number of frames of a video, as in InternVL's model cards
 
 
 def internvl(source: ModelSource) -> ModelSpec:
-    """Checkpoints with transformers' names."""
+    """Checkpoints with transformers' tensor names."""
     processor, sizing = native(source)
     return with_frames(tiled("internvl", source, processor, sizing, source.text_width), source)
 
 
 def qianfan_ocr(source: ModelSource) -> ModelSpec:
-    """The same configuration with the tensors' names of internvl_chat. There are no videos."""
+    """The same configuration, with the tensor names of internvl_chat and without videos."""
     processor, sizing = native(source)
     only(source.vision, {"use_qk_norm": False}, "vision_config")
     return tiled("qianfan_ocr", source, processor, sizing, source.text_width)
@@ -47,7 +47,7 @@ def native(source: ModelSource) -> tuple[Json, StretchedTiles]:
 
 
 def internvl_chat(source: ModelSource) -> ModelSpec:
-    """Checkpoints with the names of OpenGVLab/InternVL's own code."""
+    """Checkpoints with the tensor names of OpenGVLab/InternVL's own code."""
     config, processor = source.config, source.image_processor(IMAGENET_PIXELS)
     defaults = {"ps_version": "v1", "dynamic_image_size": False, "use_thumbnail": False}
     dynamic = {"ps_version": "v2", "dynamic_image_size": True, "use_thumbnail": True}
@@ -98,4 +98,4 @@ VISION_DEFAULTS: Mapping[str, Json] = {
         **{"norm_type": "rms_norm", "layer_norm_eps": 1e-6},
     },
 }
-"""Of internvl_chat: of the configuration class in OpenGVLab's own code."""
+"""Those of internvl_chat are from the configuration class in OpenGVLab's own code."""

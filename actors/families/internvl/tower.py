@@ -2,8 +2,8 @@
 
 Computes what transformers.models.internvl computes in InternVLVisionModel and
 InternVLMultiModalProjector. There are two schemes of names: `internvl` (repositories whose names
-end in -hf) and `internvl_chat` (the first ones, whose code is not in transformers), which
-`qianfan_ocr` has, too.
+end in -hf) and `internvl_chat` (the first ones, whose code is not in transformers). `qianfan_ocr`
+uses the latter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROJECTOR_EPSILON = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class InternVLNames:
-    """What one scheme calls the tensors, without the checkpoint's prefix."""
+    """The tensor names of one scheme, without the checkpoint's prefix."""
 
     prefixes: tuple[str, ...]
     classes: str
@@ -98,7 +98,7 @@ def names_of(spec: ModelSpec) -> InternVLNames:
 
 
 def block_names(spec: ModelSpec) -> BlockNames:
-    """Those of the tensors that this tower has."""
+    """The names of the tensors that this tower has."""
     names, unbiased = names_of(spec), set[str]()
     blocks = names.blocks
     if NORMS[spec.vision["norm_type"]] == "rms":

@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro, what they see of images: transformers.models.janus."""
+"""The image understanding of Janus and Janus-Pro: transformers.models.janus."""
 
 from __future__ import annotations
 

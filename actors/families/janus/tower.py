@@ -38,14 +38,14 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 
 def dimensions(spec: ModelSpec) -> Dimensions:
-    """`depth` of its `vision_config` is the aligner's."""
+    """`depth` in `vision_config` is the aligner's, not the tower's."""
     keys = {"depth": "num_hidden_layers", "heads": "num_attention_heads"}
     read = Dimensions.read(spec, **keys, mlp_width="hidden_size")
     return replace(read, mlp_width=int(read.width * spec.vision["mlp_ratio"]))
 
 
 def aligner(spec: ModelSpec) -> list[str]:
-    """The names of its layers."""
+    """The names of the aligner's layers."""
     return ["fc1", *(f"hidden_layers.{index}" for index in range(int(spec.vision["depth"]) - 1))]
 
 

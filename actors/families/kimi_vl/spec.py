@@ -19,7 +19,7 @@ GROUP_FRAMES, FRAME_PATCHES = 4, 4096
 """Frames of a group and patches of a frame, as published for Kimi-K2.5."""
 
 MOST_FRAMES = 2048
-"""Kimi-K2.5 itself has no limit: this is more than the service accepts by default."""
+"""Kimi-K2.5 itself has no limit. This is more than the service accepts by default."""
 
 
 def kimivl(source: ModelSource) -> ModelSpec:
@@ -91,4 +91,4 @@ VISION_DEFAULTS: Mapping[str, Json] = {
     "kimi_vl": MOON | {"init_pos_emb_height": 64, "init_pos_emb_width": 64},
     "kimi_k25": MOON | {"pos_emb_height": 64, "pos_emb_width": 64, "pos_emb_time": 4},
 }
-"""Of the configuration class in Kimi-VL's own code, and of transformers' for Kimi-K2.5."""
+"""From the configuration class in Kimi-VL's own code, and from transformers' for Kimi-K2.5."""

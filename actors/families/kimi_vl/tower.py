@@ -53,15 +53,15 @@ EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 
 @dataclass(frozen=True, slots=True)
 class KimiParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     packed: PackedParts
     """Its head is the projector alone."""
     final: Affine
     """The last norm."""
     times: Tensor | None
-    """[1 + frames of a group, width]: added by the place in time. The first row, zeros, is for a
-    picture that is alone. None: Kimi-VL."""
+    """[1 + frames of a group, width]: added according to the place in time. The first row, zeros,
+    is for a single picture. None: Kimi-VL."""
 
 
 def family(spec: ModelSpec) -> Family[KimiParts]:

@@ -8,7 +8,7 @@ from actors.spec.settings import ModelSource, only, resampling, side
 from actors.spec.slices import SquareSlices
 
 FACTOR = 2
-"""transformers' default of `downsample_factor`: so many patches per side of a token."""
+"""transformers' default of `downsample_factor`: patches per side of a token."""
 
 
 def lfm2_vl(source: ModelSource) -> ModelSpec:

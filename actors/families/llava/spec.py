@@ -1,6 +1,6 @@
 """LLaVA 1.5 and its relatives over CLIP or SigLIP: transformers.models.llava.
 
-Of the same `model_type` are Pixtral, and LLaVA-OneVision under the names of its own code.
+Pixtral, and LLaVA-OneVision with the names of its own code, have the same `model_type`.
 """
 
 from __future__ import annotations

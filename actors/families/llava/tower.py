@@ -1,6 +1,6 @@
 """The vision tower of LLaVA: CLIP's or SigLIP's, with a projector.
 
-Computes what transformers.models.llava computes in LlavaMultiModalProjector, too.
+The projector computes what transformers.models.llava computes in LlavaMultiModalProjector.
 """
 
 from __future__ import annotations

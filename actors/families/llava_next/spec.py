@@ -1,6 +1,6 @@
 """LLaVA-NeXT (1.6) and LLaVA-NeXT-Video: transformers.models.llava_next, llava_next_video.
 
-Granite Vision 3.1 to 3.3 is one, over SigLIP with several feature layers.
+Granite Vision 3.1 to 3.3 is a LLaVA-NeXT over SigLIP with several feature layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
 
 def llava_next(source: ModelSource) -> ModelSpec:
-    """The tower is that of LLaVA-OneVision, whose canvases are scaled down besides."""
+    """The tower is that of LLaVA-OneVision, but canvases are not scaled down."""
     processor, vision = source.image_processor(CLIP_PIXELS), used(source)
     strategy = source.config.get("vision_feature_select_strategy", "default")
     if (vision["model_type"] == CLIP_TOWER) != (strategy == "default"):
@@ -34,7 +34,7 @@ def llava_next(source: ModelSource) -> ModelSpec:
 
 
 def sizing_of(source: ModelSource, processor: Json, vision: Json) -> AnyresSizing:
-    """That of LlavaNextImageProcessor."""
+    """Divides images as LlavaNextImageProcessor does."""
     sizing = anyres(vision, processor, pinpoints_of(source, processor) or PINPOINTS)
     if side(processor.get("crop_size") or sizing.picture_pixels) != sizing.picture_pixels:
         raise ValueError(
@@ -44,7 +44,7 @@ def sizing_of(source: ModelSource, processor: Json, vision: Json) -> AnyresSizin
 
 
 def llava_next_video(source: ModelSource) -> ModelSpec:
-    """The model's own processor samples no frames unless it is told to. It was trained on 32."""
+    """The model's own processor does not sample frames by default. The model was trained on 32."""
     only(source.config, {"spatial_pool_mode": "average"}, "config.json")
     only(source.config, {"spatial_pool_stride": POOLED}, "config.json")
     model = replace(llava_next(source), family="llava_next_video", folder="llava_next")

@@ -55,7 +55,7 @@ class NextVideoTower(OnevisionTower):
 
 
 def averaged(x: Tensor, side: int) -> Tensor:
-    """[tiles, side x side, width], each patch as the mean of its block of 2 x 2; transformers:
-    LlavaNextVideoPooler."""
+    """Replaces each patch of x [tiles, side x side, width] by the mean of its block of 2 x 2.
+    transformers: LlavaNextVideoPooler."""
     blocks: Tensor = x.unflatten(1, (side // POOLED, POOLED, side // POOLED, POOLED))
     return blocks.mean((2, 4), keepdim=True).expand_as(blocks).reshape(x.shape)

@@ -100,7 +100,7 @@ def tiled(
     sizing: AnyresSizing,
     width: int,
 ) -> ModelSpec:
-    """With videos. The model's own processor samples no frames unless it is told to."""
+    """With videos. The model's own processor does not sample frames by default."""
     vision |= {"used_layers": int(vision["num_hidden_layers"])}
     model = source.spec(family, processor, vision, sizing, width, folder="llava_onevision")
     settings, pixels = source.video_processor(), sizing.picture_pixels

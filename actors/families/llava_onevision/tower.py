@@ -1,8 +1,8 @@
 """The vision tower of LLaVA-NeXT and LLaVA-OneVision: LLaVA's, and the order of its rows.
 
 Computes what transformers.models.llava_next and llava_onevision compute in get_image_features, for
-each image as if it were alone in its prompt, and in get_video_features. The
-graph ends with the projector; removing the padding, scaling and pooling follow it, as there.
+each image as if it were alone in its prompt, and in get_video_features. The graph ends with the
+projector; removing the padding, scaling and pooling follow it, as there.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from actors.types import ItemPlan
 
 PREFIXES = (*llava.PREFIXES, "image_")
 QWEN_PREFIXES = ("vision_tower.vision_tower.vision_model.", "mm_projector.", "image_")
-"""In checkpoints with the names of its own code, whose projector is named differently, too."""
+"""For checkpoints with the names of its own code, which names the projector differently, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class OnevisionParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     tiles: TileParts
     newline: Tensor  # [1, width of a row]
@@ -60,7 +60,7 @@ def parts(spec: ModelSpec, weights: Weights) -> OnevisionParts:
 
 
 class OnevisionTower(TileTower):
-    """A tile tower. Per item it computes the tokens of all tiles, the whole image first."""
+    """A tile tower. Per item, it computes the tokens of all tiles, the whole image's first."""
 
     def __init__(
         self, spec: ModelSpec, parts: OnevisionParts, attention: Attention, blocks: BlocksForm

@@ -29,23 +29,23 @@ MERGED = "merged_"
 """Prefix of the attention inputs of the layers after the merger between layers."""
 
 INNER = "vit_merger"
-"""That merger."""
+"""The name of that merger."""
 
 LAST = "mlp.0"
-"""The merger after the layers."""
+"""The name of the merger after the layers."""
 LAST_EPSILON = 1e-6  # of its norm: the configuration does not say
 
 
 @dataclass(frozen=True, slots=True)
 class MiniCpmParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     packed: PackedParts
     """Its layers are those before the merger."""
     merger: Callable[[Tensor], Tensor]
     """[patches, width] to [patches / 4, width]."""
     layers: Sequence[BlockWeights]
-    """Those after it."""
+    """The layers after the merger."""
 
 
 def family(spec: ModelSpec) -> Family[MiniCpmParts]:
@@ -109,7 +109,7 @@ def window_merger(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tenso
 
 
 class MiniCpmTower(SlicedTower):
-    """Its second layers see a quarter of the rows."""
+    """A sliced tower whose layers after the merger see a quarter of the rows."""
 
     def __init__(
         self, spec: ModelSpec, parts: MiniCpmParts, attention: Attention, blocks: BlocksForm
@@ -145,7 +145,7 @@ class MiniCpmTower(SlicedTower):
 
 
 def nearest_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """As patches.bilinear_taps, one entry for each place: [patches, 1]. Equal to
+    """Like patches.bilinear_taps, with one entry per place: [patches, 1]. Equal to
     transformers.vision_utils.get_vision_nearest_position_ids."""
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     row, column = (

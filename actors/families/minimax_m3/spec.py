@@ -8,14 +8,14 @@ from actors.spec.settings import CLIP_PIXELS, ModelSource, only, pixel_range
 from actors.spec.sizing import PackedSizing
 
 COMPRESSION = "img_token_compression_config"
-"""Of `vision_config` as published: sizes that transformers saves in `vision_config` itself."""
+"""A key of the published `vision_config`, whose sizes transformers saves in `vision_config`."""
 
 IGNORED_SIZE = [672, 672]
-"""In the published image processor's file, where transformers reads its own default instead."""
+"""The size in the published image processor's file. transformers uses its own default instead."""
 
 
 def minimax_m3(source: ModelSource) -> ModelSpec:
-    """Videos are not supported: which frames to take is not in the processor."""
+    """Videos are not supported, because the processor does not say which frames to take."""
     processor = source.image_processor(CLIP_PIXELS)
     if processor.get("size") == IGNORED_SIZE:
         del processor["size"]

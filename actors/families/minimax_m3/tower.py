@@ -1,7 +1,7 @@
 """The vision tower of MiniMax-M3 with its projector.
 
 Computes what transformers.models.minimax_m3_vl computes in get_image_features. A third of the
-rotary frequencies is for time, which of an image is zero.
+rotary frequencies is for time, which is zero for an image.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
 
 
 def frequencies(head_size: int) -> int:
-    """Of time, of rows and of columns, each."""
+    """The number of rotary frequencies for each of time, rows and columns."""
     return head_size // 6
 
 
 def head_order(head_size: int) -> Tensor:
     """The order of a head for our rotary: frequencies of rows, then of columns.
 
-    As published they follow those of time, and values that are never rotated are last. Both go
-    where our tables have zeros, after each axis.
+    As published, they follow those of time, and values that are never rotated are last. Both of
+    these go where our tables have zeros, after each axis.
     """
     count, spare = frequencies(head_size), head_size % 6 // 2
     time, rows, columns = torch.arange(3 * count).view(3, count)

@@ -1,6 +1,6 @@
 """MLCD on its own, every image as one tile: transformers.models.mlcd.
 
-Its smaller checkpoints are CLIPs to transformers, and here.
+Here, as in transformers, its smaller checkpoints are CLIPs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from actors.spec.settings import ModelSource, only
 
 
 def mlcd(source: ModelSource) -> ModelSpec:
-    """Rows of the last hidden state, that of the class token first, or the class token's alone."""
+    """Rows of the last hidden state, the class token's first, or only the class token's."""
     only(source.config, {"num_key_value_groups": 1}, "config.json")
     vision = source.tower | {"model_type": CLIP_TOWER}
     vision |= {"used_layers": int(vision["num_hidden_layers"])}

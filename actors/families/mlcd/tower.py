@@ -24,7 +24,7 @@ PREFIXES = ("vision_model.", "")
 
 FIRST_NORM = "pre_layrnorm"
 CLASS_PLACE = "class_pos_emb"
-"""Angles of the class token."""
+"""The name of the class token's angles."""
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:

@@ -1,9 +1,9 @@
 """The vision tower of Llama 3.2 Vision with its projector: the states that cross-attention reads.
 
 Computes what transformers.models.mllama computes of `pixel_values` as `cross_attention_states`, for
-the tiles that show the image. All tiles of an image are one attention segment, with those that it
-leaves empty, and with a few rows of padding at the end of each. As in the published model, rows
-that are empty or padding do not see each other, but the image's rows do see them.
+the tiles that show the image. All tiles of an image are one attention segment, including empty
+tiles and a few rows of padding at the end of each tile. As in the published model, rows that are
+empty or padding do not see each other, but the image's rows do see them.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ LOCAL = BlockNames(
 LOCAL = replace(LOCAL, unbiased=frozenset({*LOCAL.qkv, LOCAL.proj}))
 GLOBAL = replace(LOCAL, block="global_transformer.layers")
 GATES = ("gate_attn", "gate_ffn")
-"""Of what attention and what the MLP adds in a global layer; tanh is applied to them."""
+"""The gates of attention and of the MLP in a global layer. tanh is applied to them."""
 
 EPSILON = 1e-5  # torch's default for LayerNorm: of the norms outside the layers
 ROWS_MULTIPLE = 8
 """A tile has rows of padding up to a multiple of this."""
 
 HIDING = 128.0
-"""In q and k of rows that do not see each other: minus its square, scaled, is far below any
-score."""
+"""In q and, negated, in k of rows that do not see each other: minus its square, scaled, is far
+below any score."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class MllamaParts:
     """Its layers are the local ones, `start` what is the same in every tile, `stem` the norm before
     them, `head` the projector."""
     bias: Tensor
-    """Of the patch embedding, for `uint8 - 128`: an empty tile has no part in it."""
+    """The bias of the patch embedding for `uint8 - 128`. Empty tiles do not get it."""
     starts: Tensor
     """[aspects, tiles x rows of `start` x width]: added to tiles before the local layers."""
     middles: Tensor
@@ -188,12 +188,11 @@ def with_gates(layer: BlockWeights, attention: Tensor, mlp: Tensor) -> BlockWeig
 class PairHiding:
     """An attention in which rows with 1 in the input `hidden` do not see each other.
 
-    That is a product of two vectors, added to the scores: the first value that is appended to q
-    and to k.
+    The product of two values, which are appended to q and to k, is added to the scores.
     """
 
     def __init__(self, attend: Attend, size: int) -> None:
-        """`size`: of a head, without what is appended."""
+        """`size`: that of a head, without the appended values."""
         self.attend = attend
         self.size = size
 
@@ -204,7 +203,7 @@ class PairHiding:
 
 
 class MllamaTower(TileTower):
-    """A tile tower whose segments are images, with as many tiles each."""
+    """A tile tower whose segments are images, each with the same number of tiles."""
 
     def __init__(
         self, spec: ModelSpec, parts: MllamaParts, attention: Attention, blocks: BlocksForm
@@ -273,6 +272,6 @@ class MllamaTower(TileTower):
         return self.parts.head(x.flatten(0, 1))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """The tiles that show an image are its first."""
+        """The tiles that show an image are its first ones."""
         computed = outputs[0].split([plan.path_tokens[0] for plan in plans])
         return torch.cat([rows[: plan.tokens] for rows, plan in zip(computed, plans, strict=True)])

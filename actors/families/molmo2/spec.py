@@ -63,8 +63,8 @@ def molmo2(source: ModelSource) -> ModelSpec:
 
 
 def vision_of(source: ModelSource) -> Json:
-    """`vision_config`, or `vit_config` under published names, whose last layers are not there; with
-    the layers whose features are pooled, in their order."""
+    """`vision_config`, or the published `vit_config`, whose checkpoints lack the last layers.
+    Includes the layers whose features are pooled, in their order."""
     config, adapter = source.config, source.config["adapter_config"]
     stated = "vision_config" in config
     given = config["vision_config" if stated else "vit_config"]

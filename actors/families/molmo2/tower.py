@@ -1,7 +1,7 @@
 """The vision tower of Molmo 2: SigLIP, and a pooling of windows of patches by attention.
 
-Computes what transformers.models.molmo2 computes in get_image_features and get_video_features: of
-an image the rows of the overview, then those of the canvas, whose windows reach over tiles.
+Computes what transformers.models.molmo2 computes in get_image_features and get_video_features. An
+image gives the rows of the overview, then those of the canvas, whose windows reach over tiles.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ ADAPTER_HEADS, ADAPTER_MLP = "adapter_num_attention_heads", "adapter_intermediat
 
 WINDOWS = "windows"
 """The input that says which patches give a token: int32 [tokens, patches of a window], each the
-place of a patch in the pack, from 1; 0: the window is smaller."""
+place of a patch in the pack, counted from 1. Smaller windows are padded with 0."""
 ABSENT = -30000.0
-"""What is added to the score of such a patch."""
+"""What is added to the score of that padding."""
 
 
 @dataclass(frozen=True, slots=True)
 class MolmoParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     tiles: TileParts
     query: Affine
@@ -97,7 +97,7 @@ def family(spec: ModelSpec) -> Family[MolmoParts]:
 def parts(spec: ModelSpec, weights: Weights) -> MolmoParts:
     tower = Dimensions.read(spec, depth="used_layers")
     patch, named = tower.patch_size, weights.tensors
-    # Its patches lie pixel by pixel, ours colour by colour.
+    # Its patches are stored pixel by pixel, ours channel by channel.
     pixels = named[f"{PATCHES}.weight"].unflatten(1, (patch, patch, 3)).permute(0, 3, 1, 2)
     embedding = folded_embedding(pixels[:, :, None], named[f"{PATCHES}.bias"], spec.mean, spec.std)
     tiles = TileParts(
@@ -119,8 +119,8 @@ def parts(spec: ModelSpec, weights: Weights) -> MolmoParts:
 
 
 class MolmoTower(TileTower):
-    """A tile tower, of whose patches windows are pooled. There are fewer rows than `tile_tokens` of
-    all tiles, because tiles overlap and windows of frames are larger."""
+    """A tile tower that pools windows of patches. There are fewer rows than the `tile_tokens` of
+    all tiles, because tiles overlap and the windows of frames are larger."""
 
     def __init__(
         self, spec: ModelSpec, parts: MolmoParts, attention: Attention, blocks: BlocksForm
@@ -184,7 +184,8 @@ class MolmoTower(TileTower):
         return pooling.down.linear(F.silu(gate) * up)
 
     def windows_of_image(self, grid: Layout) -> Tensor:
-        """Of the overview, then of a canvas with so many rows and columns of patches."""
+        """The windows of the overview, then of a canvas with so many rows and columns of
+        patches."""
         side, step = self.tiles.side_patches, self.tiles.step_patches
         before, after = self.tiles.margins
         rows, columns = ((count - before - after) // step for count in grid)
@@ -192,7 +193,7 @@ class MolmoTower(TileTower):
         tiles, canvas = places.view(rows, columns, side, side), torch.empty(grid, dtype=torch.int32)
         for row in range(rows):
             for column in range(columns):
-                # Without what the tiles before and after show; at the edges with it.
+                # Margins are left out where other tiles show the same, but kept at the edges.
                 above, left = (before if place else 0 for place in (row, column))
                 below = side - (after if row + 1 < rows else 0)
                 right = side - (after if column + 1 < columns else 0)
@@ -204,8 +205,8 @@ class MolmoTower(TileTower):
 
 
 def windowed(grid: Tensor, window: int) -> Tensor:
-    """[rows, columns] of places to windows of window x window, [windows, window ** 2], with zeros
-    around; transformers: arange_for_pooling."""
+    """[rows, columns] of places to windows of window x window, [windows, window ** 2], padded with
+    zeros. transformers: arange_for_pooling."""
     rows, columns = (-count % window for count in grid.shape)
     around = (columns // 2, -(-columns // 2), rows // 2, -(-rows // 2))
     blocks: Tensor = F.pad(grid, around).unflatten(1, (-1, window)).unflatten(0, (-1, window))
@@ -213,5 +214,5 @@ def windowed(grid: Tensor, window: int) -> Tensor:
 
 
 def shifted(windows: Tensor, start: Tensor | int) -> Tensor:
-    """Places from `start` on; 0 stays."""
+    """Adds `start` to the places. 0 stays 0."""
     return torch.where(windows > 0, windows + start, 0)

@@ -1,8 +1,8 @@
 """The audio encoder of Nemotron-H Omni: Parakeet, and a projector.
 
 Computes what transformers.models.nemotron_h_omni computes in get_audio_features, for each sound as
-if it were alone in its batch. If a sound's frames fill its positions, there is one more, which has
-no frames: it attends to all positions alike, and none attends to it.
+if it were alone in its batch. If a sound's frames fill its positions, there is one more position,
+which has no frames: it attends to all positions equally, and none attends to it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ PREFIXES = ("sound_encoder.encoder.", "sound_projection.")
 FIRST, OUT = "subsampling.layers.0", "subsampling.linear"
 LATER = tuple((f"subsampling.layers.{one}", f"subsampling.layers.{one + 1}") for one in (2, 5))
 NORM, UP, DOWN = "norm", "linear1", "linear2"
-"""Of the projector."""
+"""The names of the projector's layers."""
 NORMS = tuple(
     f"norm_{part}" for part in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
 )
@@ -134,7 +134,7 @@ def layer_of(weights: Weights, block: str) -> ConformerLayer:
             up=pointwise(weights, f"{block}.conv.pointwise_conv1"),
             taps=weights.place(taps * factor[:, None]),
             bias=weights.place(bias),
-            middle=lambda x: x,  # the norm of batches is in taps and bias
+            middle=lambda x: x,  # the batch norm is folded into taps and bias
             down=pointwise(weights, f"{block}.conv.pointwise_conv2"),
         ),
         after=FeedForward(after, *linears[1]),
@@ -166,7 +166,7 @@ class ParakeetTower(ConformerTower):
         heads, count, size = query.shape
         keys = F.linear(distances, relative).view(-1, heads, size).permute(1, 2, 0)
         added = ((query + for_distances) * scored) @ keys * size**-0.5
-        # The distances of each query to all keys: those of the next one are one place before.
+        # The distances of each query to all keys. Those of the next query start one place earlier.
         strides = (added.stride(0), added.stride(1) - 1, 1)
         added = added.as_strided((heads, count, count), strides, count - 1)
         return F.scaled_dot_product_attention(

@@ -21,15 +21,15 @@ MERGE = 2
 """The side of the pixel shuffle."""
 
 SIZE = "-h"
-"""The end of the names of towers of the usual size."""
+"""The suffix of the names of towers of the usual size."""
 
 FPS, MOST_FRAMES = 2.0, 256
-"""As the model's card serves videos; its processor takes every frame unless it is told to."""
+"""As in the model card. By default, the processor takes every frame."""
 
 
 def nemotron_h_omni(source: ModelSource) -> ModelSpec:
-    """Images and videos, unless `model.tower` says otherwise. Under today's names of keys, or those
-    of published files."""
+    """Images and videos, unless `model.tower` says otherwise. Reads today's keys, or those of the
+    published files."""
     if source.options.tower == "audio":
         return sounds(source)
     config, vision = source.config, vision_of(source)
@@ -111,7 +111,7 @@ def vision_of(source: ModelSource) -> Json:
 
 
 def with_pixels(settings: Json) -> Json:
-    """A processor's settings, under today's names of the mean and standard deviation."""
+    """A processor's settings, with today's keys of the mean and standard deviation."""
     found = dict(settings)
     for key, usual in CLIP_PIXELS.items():
         named = settings.get(key.replace("image", "norm"))

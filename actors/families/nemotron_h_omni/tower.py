@@ -54,14 +54,14 @@ LEARNED = "patch_generator.cls_token.token"
 """The rows of class tokens and registers."""
 LAST_NORM = "vision_final_layernorm"
 NORM, UP, DOWN = "0", "1", "3"
-"""Of the projector."""
+"""The names of the projector's layers."""
 
 EPSILON = 1e-5  # of its norm: the configuration does not say
 
 
 @dataclass(frozen=True, slots=True)
 class RadioParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     packed: PackedParts
     learned: Tensor
@@ -130,7 +130,7 @@ def parts(spec: ModelSpec, weights: Weights) -> RadioParts:
 
 
 def frame_embeddings(spec: ModelSpec, weights: Weights) -> tuple[Affine, Tensor] | None:
-    """The channels of a group's frames follow each other."""
+    """In the checkpoint, the channels of a group's frames follow each other."""
     if not spec.video:
         return None
     weight, patch = weights.tensors[f"{FRAMES}.weight"], spec.sizing.patch_size
@@ -156,7 +156,8 @@ class RadioTower(PackedTower):
         self.least_tokens = max(1, fewest // spec.sizing.merge_size**2)
 
     def pictures(self, tokens: int, segments: int) -> int:
-        """Segments that such a budget can have, so that it has no more learned rows than needed."""
+        """The most segments that such a budget can have, so that there are no more learned rows
+        than needed."""
         return min(segments, max(1, tokens // self.least_tokens))
 
     def inputs(self, path: str, tokens: int, segments: int) -> Shapes:
@@ -181,8 +182,8 @@ class RadioTower(PackedTower):
     def metadata(
         self, path: str, plans: Sequence[ItemPlan], tokens: int, segments: int
     ) -> dict[str, Tensor]:
-        """`order`: of the rows of all segments among the learned rows and, after these, all
-        patches. `kept`: where the patches are in it."""
+        """`order`: where the rows of all segments are among the learned rows and, after these, all
+        patches. `kept`: where the patches are in that order."""
         patches, pictures = tokens * self.sizing.merge_size**2, self.pictures(tokens, segments)
         learned, grids = len(self.learned), [self.grid(*grid) for grid in grids_of(plans)]
         lengths = torch.tensor(list(chain.from_iterable(map(segments_of, plans))))
@@ -219,6 +220,6 @@ class RadioTower(PackedTower):
 
 
 def cut_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """As patches.bilinear_taps: the corner of a square as large as the longer side."""
+    """Like patches.bilinear_taps, for the corner of a square as large as the longer side."""
     longer = max(rows, columns)
     return centred_bilinear_taps(places, longer, longer, side)

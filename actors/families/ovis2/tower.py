@@ -1,9 +1,9 @@
 """The vision tower of Ovis 2: AIMv2, whose tokens are mixtures of visual words.
 
-The head gives each token a probability for each word of a visual vocabulary; its row is the mean of
-the words' embeddings by these. Computes what transformers.models.ovis2 computes in
-get_image_features as `pooler_output`; the rows of the indicators between tiles are constants, which
-the language model's side has.
+The head gives each token a probability for each word of a visual vocabulary. The token's row is the
+mean of the words' embeddings, weighted by these. Computes what transformers.models.ovis2 computes
+in get_image_features as `pooler_output`. The rows of the indicators between tiles are constants,
+which the language model's side has.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ HEAD, HEAD_NORM, TABLE = "head_linear", "head_norm", "table"
 
 HEAD_EPSILON = 1e-5  # torch's default for LayerNorm: the configuration does not say
 HEAD_TOKENS = 1024
-"""Of which the head has the probabilities at a time: of a vocabulary of 65536 words 128 MB."""
+"""Tokens whose probabilities the head computes at a time: 128 MB with 65536 words."""
 
 
 def family(spec: ModelSpec) -> Family[TileParts]:
@@ -34,7 +34,7 @@ def family(spec: ModelSpec) -> Family[TileParts]:
 
 
 def words(spec: ModelSpec) -> tuple[int, int]:
-    """Of the table; and those among them that a token may be, which come first."""
+    """The number of words in the table, and of those that a token may be, which come first."""
     count = int(spec.vision["vocab_size"])
     return count, count - int(spec.vision["num_visual_indicator_tokens"])
 
@@ -52,7 +52,7 @@ def expected(spec: ModelSpec) -> Expected:
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     count, seen = words(spec)
     norm, table = weights.affine(HEAD_NORM), weights.affine(TABLE).weight
-    # Odd numbers of words make GEMMs slow: there are zeros for those that no token is.
+    # Odd numbers of words make GEMMs slow, so words that no token may be have zeros.
     linear = F.pad(weights.affine(HEAD).weight, (0, 0, 0, count - seen))
 
     def rows(x: Tensor) -> Tensor:

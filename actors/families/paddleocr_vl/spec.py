@@ -18,7 +18,7 @@ def paddleocr(source: ModelSource) -> ModelSpec:
         int(vision["spatial_merge_size"]),
         *pixel_range(processor, 384**2, 1536**2),
     )
-    # In published checkpoints the language model's settings are not in text_config.
+    # In published checkpoints, the language model's settings are not in text_config.
     width = source.config.get("text_config", source.config)["hidden_size"]
     return source.spec("paddleocr_vl", processor, vision, sizing, width)
 

@@ -19,10 +19,10 @@ from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("visual.vision_model.", "mlp_AR.", "projector.")
-"""The projector's are as published, and as transformers names it."""
+"""The projector has two: as published, and as in transformers."""
 
 UNUSED = POOLING | {"embeddings.packing_position_embedding.weight", "embeddings.position_ids"}
-"""SigLIP's pooling, and another table of positions."""
+"""SigLIP's pooling head, and another table of positions."""
 
 PROJECTOR_EPSILON = 1e-5
 

@@ -44,7 +44,7 @@ PUBLISHED = {
     "up_proj_for_vision_speech": "audio_projection.vision.0",
     "down_proj_for_vision_speech": "audio_projection.vision.2",
 }
-"""The names that its own code gives to what transformers calls otherwise."""
+"""transformers' names, and those of the model's own code where they differ."""
 
 FIRST, OUT = "embed.conv.0", "embed.out"
 LATER = (("embed.conv.2", "embed.conv.3"), ("embed.conv.5", "embed.conv.6"))
@@ -57,7 +57,7 @@ EPSILON = 1e-5
 class PhiAudioParts(ConformerParts):
     mean: Tensor
     scale: Tensor
-    """Of frames: [mels]."""
+    """[mels], for frames."""
     biases: Tensor
     """[heads, 2 x the longest distance]: added to the scores of keys so far before a query, or, in
     the second half, after it."""
@@ -156,7 +156,7 @@ def layer_of(spec: ModelSpec, weights: Weights, block: str) -> ConformerLayer:
 
 
 def gate_first(layer: Affine) -> Affine:
-    """The order of our SwiGLU."""
+    """Swaps the halves of a gated layer into the order of our SwiGLU."""
     weight, bias = (torch.cat(each.chunk(2)[::-1]) for each in (layer.weight, layer.bias))
     return Affine(weight, bias)
 

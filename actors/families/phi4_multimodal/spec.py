@@ -21,8 +21,8 @@ MERGE = 2
 
 
 def phi4_multimodal(source: ModelSource) -> ModelSpec:
-    """Images, unless `model.tower` says otherwise: they are resized bilinearly, and once more to
-    the square of the whole image."""
+    """Images, unless `model.tower` says otherwise. They are resized bilinearly, and a second time
+    to the square of the whole image."""
     if source.options.tower == "audio":
         return sounds(source, source.config.get("audio_config") or {})
     vision, processor = source.vision, source.image_processor(HALVES)
@@ -47,7 +47,7 @@ def phi4_multimodal(source: ModelSource) -> ModelSpec:
 
 
 def phi4mm(source: ModelSource) -> ModelSpec:
-    """microsoft/Phi-4-multimodal-instruct as published: its own code knows the tower's sizes."""
+    """microsoft/Phi-4-multimodal-instruct as published. The tower's sizes are in its own code."""
     if source.options.tower == "audio":
         return sounds(source, published_encoder(source.config))
     given = source.config["embd_layer"]["image_embd_layer"]
@@ -63,7 +63,7 @@ def phi4mm(source: ModelSource) -> ModelSpec:
 
 
 def sounds(source: ModelSource, config: Json) -> ModelSpec:
-    """`config`: of the audio encoder, under transformers' names."""
+    """`config`: that of the audio encoder, with transformers' keys."""
     encoder = ENCODER | config
     width, mels = int(encoder["hidden_size"]), int(encoder["input_size"])
     only(encoder, FIXED | dict.fromkeys(CHANNELS, width), "the audio encoder")
@@ -82,7 +82,7 @@ def sounds(source: ModelSource, config: Json) -> ModelSpec:
 
 
 def published_encoder(config: Json) -> Json:
-    """The audio encoder's configuration under transformers' names."""
+    """The audio encoder's configuration with transformers' keys."""
     layer = {"compression_rate": 8, "downsample_rate": 1, "projection_cls": "mlp"}
     layer |= {"use_conv_downsample": False, "use_qformer": False, "embedding_cls": "audio"}
     only(config["embd_layer"]["audio_embd_layer"], layer, "audio_embd_layer")
@@ -121,7 +121,7 @@ CHANNELS = (
     *("ext_pw_out_channel", "depthwise_separable_out_channel"),
     "depthwise_seperable_out_channel",
 )
-"""Keys that must be the width; the last is as published."""
+"""Keys whose values must be the width. The last is from the published files."""
 EXTRACTOR: Json = {
     **{"sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400},
     **{"preemphasis": 0.97, "padding_value": 0.0},

@@ -1,10 +1,10 @@
 """The vision tower of Phi-4-multimodal: SigLIP over the whole image and crops of a padded canvas.
 
 Computes what transformers.models.phi4_multimodal computes in Phi4MultimodalImageEmbedding, for each
-image as if it were alone in its batch. Patches that are padding are no keys of attention, but the
-last of them share a token with patches of the image, and so are computed. Their keys are hidden in
-values that are appended to each head: positive in queries, far below zero in such keys, else 0. So
-every attention kernel serves.
+image as if it were alone in its batch. Patches that are padding must not be keys of attention, but
+some of them share a token with patches of the image and are computed. Their keys are hidden by
+values that are appended to each head: positive in queries, far below zero in such keys, 0 in other
+keys. So any attention kernel can be used.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ PUBLISHED = {
     **{"img_projection_up": "img_projection.0", "img_projection_down": "img_projection.2"},
     **{"global_img_feature_extensor": "glb_GN", "sub_img_feature_extensor": "sub_GN"},
 }
-"""The names that its own code gives to what transformers calls otherwise."""
+"""transformers' names, and those of the model's own code where they differ."""
 
 HIDDEN = -2048.0
-"""The first value that is appended to hidden keys. Its product with SHOWN, over the root of the
-head size, is below -10000, so that weights are zero."""
+"""The first value that is appended to hidden keys. Its product with SHOWN, divided by the root of
+the head size, is below -10000, so that weights are zero."""
 NEWLINE, SEPARATOR = -2, -1  # in an order of rows
 
 KEYS = "hidden_keys"
-"""The input of attention with the latter: [patches, 1], zero for other keys."""
+"""The input of attention with HIDDEN for hidden keys and zero for others: [patches, 1]."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhiParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     packed: PackedParts
     newline: Tensor  # [1, width of a row], after each row of tokens
@@ -124,10 +124,10 @@ def parts(spec: ModelSpec, weights: Weights) -> PhiParts:
 
 
 class HidingAttention:
-    """An attention whose keys are hidden as the input KEYS says."""
+    """An attention that hides the keys that the input KEYS marks."""
 
     def __init__(self, attend: Attend, size: int) -> None:
-        """`size`: of a head, without what is appended."""
+        """`size`: that of a head, without the appended values."""
         self.attend = attend
         self.size = size
 
@@ -178,7 +178,7 @@ class PhiTower(PackedTower):
         return self.end(x, (), values)
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """Of each item the crops, whose rows form one picture, the separator, the whole image."""
+        """Per item: the crops, whose rows form one picture, the separator, the whole image."""
         found, start = [], len(self.lines)
         for plan in plans:
             order = self.order(plan.grid_thw)
@@ -187,7 +187,7 @@ class PhiTower(PackedTower):
         return chosen([*self.lines, outputs[0]], torch.cat(found))
 
     def most_pictures(self, tokens: int, segments: int) -> int:
-        """A bound on the attention segments: `segments` counts images, not their crops."""
+        """An upper bound on the attention segments. `segments` counts images, not their crops."""
         return segments + tokens // self.crops.least_tokens
 
     def pictures_of(self, plan: ItemPlan) -> list[Picture]:
@@ -206,7 +206,7 @@ class PhiTower(PackedTower):
         return pictures
 
     def rows_of_picture(self, picture: Picture) -> dict[str, Tensor]:
-        """The inputs with a row per patch, for one picture."""
+        """The inputs that have a row per patch, for one picture."""
         positions = self.parts.positions
         assert positions
         on_grid = places(picture.rows, picture.columns, self.sizing.merge_size)
@@ -233,7 +233,7 @@ class PhiTower(PackedTower):
 
 
 def bucketed_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """As patches.bilinear_taps, one entry for each place: [patches, 1]. Equal to transformers:
+    """Like patches.bilinear_taps, with one entry per place: [patches, 1]. Equal to transformers:
     Phi4MultimodalVisionEmbeddings, which differs from nearest_taps in rounding."""
     bounds = torch.arange(1 / side, 1.0, 1 / side)
     row, column = (

@@ -27,7 +27,7 @@ from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
 PREFIXES = ("vision_tower.", "multi_modal_projector.", "vision_encoder.", "vision_projection.")
-"""The last two: of LightOnOCR."""
+"""The last two are LightOnOCR's."""
 
 NAMES = BlockNames(
     block="transformer.layers",
@@ -89,7 +89,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
 
 
 class PixtralTower(PackedTower):
-    """A packed tower whose rows and columns take every other rotary frequency each.
+    """A packed tower in which rows take every other rotary frequency, and columns take the rest.
 
     The tables of the columns, whose frequencies are lower, follow those of the rows.
     """

@@ -27,12 +27,12 @@ def qwen25_omni(source: ModelSource) -> ModelSpec:
 
 
 def omni_vision(source: ModelSource) -> ModelSpec:
-    """Takes images only: of videos, the sound may be heard with the frames."""
+    """Takes images only, because the model may also hear the sound of videos."""
     return replace(in_windows(source), family="qwen2_5_omni")
 
 
 def omni_audio(source: ModelSource) -> ModelSpec:
-    """Sounds are as long as the feature extractor's `chunk_length`, at most: it drops the rest."""
+    """Sounds are at most as long as the feature extractor's `chunk_length`: it drops the rest."""
     encoder = usual(ENCODER | (source.config.get("audio_config") or {}))
     extractor = feature_extractor(source, encoder)
     frames = 2 * int(encoder["n_window"])

@@ -12,7 +12,7 @@ ENCODER: Json = {
     **{"encoder_ffn_dim": 5120, "num_mel_bins": 128, "max_source_positions": 1500},
 }
 """transformers' defaults for keys that `audio_config` lacks."""
-TEXT_WIDTH = 4096  # of a language model whose `text_config` does not say
+TEXT_WIDTH = 4096  # if `text_config` does not say
 POOLED = 2  # positions that are averaged
 
 

@@ -12,7 +12,7 @@ from actors.spec.sizing import PackedSizing, WindowedSizing
 from actors.spec.video import FRAMES_PER_GROUP, FramePixels, VideoStyle
 
 PIXELS = (3136, 1003520)
-"""The range of an image's pixels, where the image processor does not say."""
+"""The range of an image's pixels, if the image processor does not say."""
 
 
 def qwen2vl(source: ModelSource) -> ModelSpec:
@@ -30,7 +30,7 @@ def qwen25vl(source: ModelSource) -> ModelSpec:
 
 
 def exaone45(source: ModelSource) -> ModelSpec:
-    """As Qwen2.5-VL, but keys and values are each for several heads of queries."""
+    """Like Qwen2.5-VL, but with grouped-query attention."""
     return strided_video(in_windows(source, "exaone4_5"), source)
 
 

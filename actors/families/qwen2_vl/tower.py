@@ -145,7 +145,7 @@ class WindowedTower(PackedTower):
         return {
             **super().metadata(path, plans, tokens, segments),
             **{WINDOW + name: value for name, value in windows.items()},
-            # Padded: what an earlier, larger pack left there may exceed this budget.
+            # Padded, because what an earlier, larger pack left there may exceed this budget.
             "rows": F.pad(rows, (0, tokens - len(rows))).int(),
         }
 
@@ -153,7 +153,7 @@ class WindowedTower(PackedTower):
         return super().forward(path, values).index_select(0, values["rows"])
 
     def rows_of_grid(self, rows: int, columns: int) -> dict[str, Tensor]:
-        """As PackedTower, window by window."""
+        """Like PackedTower, but window by window."""
         order = torch.from_numpy(self.windows(rows, columns)[0])
         return {
             name: value.unflatten(0, (len(order), -1))[order].flatten(0, 1)
@@ -161,6 +161,6 @@ class WindowedTower(PackedTower):
         }
 
     def most_windows(self, tokens: int, segments: int) -> int:
-        """A bound for grids with this many tokens in all; a narrow grid wastes up to a window's
-        side."""
+        """An upper bound for grids with this many tokens in all. A narrow grid wastes up to a
+        window's side."""
         return tokens // self.window + segments

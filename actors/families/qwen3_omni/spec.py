@@ -17,8 +17,8 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import CLIP_PIXELS, ModelSource, chosen_tower, only
 
 WINDOW = 50
-"""Half the frames of a window. transformers counts tokens as if there were no other."""
-LEAST_SAMPLES = 8000  # Qwen3-ASR, where the feature extractor does not say
+"""Half the frames of a window. transformers counts tokens as if there were no other value."""
+LEAST_SAMPLES = 8000  # Qwen3-ASR, if the feature extractor does not say
 
 SHARED: Json = {
     **{"num_mel_bins": 128, "n_window": WINDOW, "n_window_infer": 800},
@@ -40,7 +40,7 @@ def qwen3_omni(source: ModelSource) -> ModelSpec:
 
 
 def omni_vision(source: ModelSource) -> ModelSpec:
-    """Takes images only: of videos, the sound may be heard with the frames."""
+    """Takes images only, because the model may also hear the sound of videos."""
     processor = source.image_processor(CLIP_PIXELS)
     model = with_deepstack(source, source.vision, processor, PIXELS)
     return replace(model, family="qwen3_omni")

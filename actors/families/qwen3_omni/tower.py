@@ -36,14 +36,14 @@ PREFIXES = ("thinker.audio_tower.", "audio_tower.", "multi_modal_projector.")
 BLOCKS = replace(NAMES, unbiased=frozenset())
 CONVOLUTIONS = tuple(f"conv2d{number}" for number in range(1, HALVINGS + 1))
 CONVOLVED_WINDOWS = 32
-"""That are convolved together: each takes 3 MB of memory after the first convolution."""
+"""Windows that are convolved at a time. Each takes 3 MB of memory after the first convolution."""
 SINUSOIDS = frozenset({"positional_embedding.positional_embedding"})
 
 
 @dataclass(frozen=True, slots=True)
 class ConvolvedParts(AudioParts):
     out: Affine
-    """From what the convolutions make of a position to [positions, width]."""
+    """From the output of the convolutions to [positions, width]."""
 
 
 def family(spec: ModelSpec) -> Family[ConvolvedParts]:
@@ -93,14 +93,14 @@ def parts(spec: ModelSpec, weights: Weights) -> ConvolvedParts:
 
 
 def convolution(weights: Weights, name: str) -> Affine:
-    """Over [frames, mels], where the checkpoint's is over [mels, frames]."""
+    """A convolution over [frames, mels]. The checkpoint's is over [mels, frames]."""
     found = weights.affine(name)
     turned = found.weight.transpose(2, 3).contiguous(memory_format=torch.channels_last)
     return replace(found, weight=turned)
 
 
 class ChunkTower(AudioTower):
-    """As AudioTower, but convolutions see the patches of a window together."""
+    """Like AudioTower, but convolutions see the patches of a window together."""
 
     parts: ConvolvedParts
 
@@ -141,8 +141,9 @@ class ChunkTower(AudioTower):
 
 
 def end_(x: Tensor, lengths: Tensor) -> None:
-    """Zeroes the position after the last of each window in x [windows, channels, positions, mels]:
-    of those beyond, the next convolution sees only this one from within."""
+    """Zeroes the position after the last of each window in x [windows, channels, positions, mels].
+    It is the only one beyond the window that positions in the window see in the next
+    convolution."""
     rows = torch.arange(len(x), device=x.device)
     ends = lengths.clamp(max=x.shape[2] - 1)
     x[rows, :, ends] *= (lengths == x.shape[2])[:, None, None]

@@ -19,7 +19,7 @@ from actors.spec.sizing import PackedSizing
 from actors.spec.video import FRAMES_PER_GROUP, MeanTimes, VideoStyle
 
 PIXELS = (65536, 16777216)
-"""The range of an image's pixels, where the image processor does not say."""
+"""The range of an image's pixels, if the image processor does not say."""
 
 
 def qwen3vl(source: ModelSource) -> ModelSpec:
@@ -35,7 +35,7 @@ def qwen35(source: ModelSource) -> ModelSpec:
 def with_deepstack(
     source: ModelSource, vision: Json, processor: Json, pixels: tuple[int, int]
 ) -> ModelSpec:
-    """`pixels`: the range of an image's, where the image processor does not say."""
+    """`pixels`: the range of an image's pixels, if the image processor does not say."""
     only(vision, {"hidden_act": "gelu_pytorch_tanh"}, "vision_config")
     deepstack = len(vision["deepstack_visual_indexes"])
     patch, merge = int(vision["patch_size"]), int(vision["spatial_merge_size"])

@@ -1,5 +1,5 @@
-"""The vision towers of Qwen3-VL, of Qwen3-Omni and, without deepstack, of Qwen3.5; dense and MoE
-have the same.
+"""The vision towers of Qwen3-VL, of Qwen3-Omni and, without deepstack, of Qwen3.5. Dense and MoE
+models have the same.
 
 Computes what transformers.models.qwen3_vl computes in Qwen3VLVisionModel.
 """
@@ -30,7 +30,7 @@ PREFIXES = ("visual.", "thinker.visual.")
 
 @dataclass(frozen=True, slots=True)
 class MergerNames:
-    """What a checkpoint calls its mergers and their layers."""
+    """A checkpoint's names for its mergers and their layers."""
 
     deepstack: str = "deepstack_merger_list"
     norm: str = "norm"

@@ -1,6 +1,6 @@
 """SigLIP 2 with NaFlex, images of any size at their own aspect ratio: transformers.models.siglip2.
 
-SigLIP 2 of a fixed size is a SigLIP to transformers: see clip.
+SigLIP 2 of a fixed size is in clip, because transformers treats it as SigLIP.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def siglip2(source: ModelSource) -> ModelSpec:
 
 
 def tower(vision: Json) -> Json:
-    """`vision_config` as the tower reads it, of all its layers."""
+    """`vision_config` as the tower reads it, for all its layers."""
     if math.isqrt(vision["num_patches"]) ** 2 != vision["num_patches"]:
         raise ValueError(f"num_patches of vision_config: {vision['num_patches']} is no square")
     return vision | {"used_layers": int(vision["num_hidden_layers"]), "model_type": SIGLIP_TOWER}

@@ -87,9 +87,9 @@ class PoolingTower(PackedTower):
         return super().metadata(path, plans, tokens, segments) | {"ends": ends}
 
     def end(self, x: Tensor, tapped: Sequence[Tensor], values: Values) -> Tensor:
-        """[images that fit, width]."""
+        """[images that fit the budget, width]."""
         ends, places = values["ends"][:, None], torch.arange(len(x), device=x.device)
         starts = F.pad(ends[:-1], (0, 0, 1, 0))
-        # An image that is not there sees everything, because of nothing there is no mean.
+        # An absent image sees everything, because attention to nothing is NaN.
         mask = ((starts <= places) & (places < ends)) | (starts == ends)
         return self.pool(super().end(x, tapped, values)[None], mask)

@@ -16,7 +16,7 @@ MERGE_SIZE = 4
 
 
 ALIASES = {"width": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
-"""Keys of the Perception Encoder's own configuration, and transformers' names of them."""
+"""Keys of the Perception Encoder's own configuration, and transformers' names for them."""
 
 
 def step3p7(source: ModelSource) -> ModelSpec:
@@ -54,7 +54,7 @@ def windowed(
     *,
     projector_bias: bool,
 ) -> ModelSpec:
-    """`projector_bias`: unless config.json says so."""
+    """`projector_bias`: whether there is one, if config.json does not say."""
     only(vision, {"hidden_act": "quick_gelu", "num_channels": 3}, "vision_config")
     bias = source.config.get("projector_bias", projector_bias)
     vision = {"projector_bias": bias} | vision
@@ -100,4 +100,4 @@ VISION_DEFAULTS: Mapping[str, Json] = {
         **{"patch_size": 14, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
     },
 }
-"""The last: of the configuration class in Step3's own code."""
+"""The last is from the configuration class in Step3's own code."""

@@ -77,7 +77,7 @@ def perception_expected(spec: ModelSpec) -> Expected:
         **affine("conv1", (width, 3, patch, patch), bias=False),
         "positional_embedding": (table_side(spec) ** 2, width),
         **affine("ln_pre", (width,)),
-        # The checkpoint has `in_proj_weight`, as torch.nn.MultiheadAttention.
+        # The checkpoint has `in_proj_weight`, as torch.nn.MultiheadAttention does.
         **{name.replace(".in_proj.", ".in_proj_"): shape for name, shape in blocks.items()},
         **affine("vit_downsampler1", (2 * width, width, 3, 3)),
         **affine("vit_downsampler2", (4 * width, 2 * width, 3, 3)),
@@ -117,7 +117,7 @@ class StepParts:
     embedding: Tensor
     """[width, 3 x patch x patch], for `uint8 - 128`; its bias is part of `ViewTable.start`."""
     views: Mapping[str, ViewTable]
-    """Of each path."""
+    """The table of each path."""
     layers: Sequence[BlockWeights]
     style: Style
     head: Callable[[Tensor], Tensor]
@@ -133,7 +133,7 @@ class StepTower(ViewTower):
         self, spec: ModelSpec, parts: StepParts, attention: Attention, blocks: BlocksForm
     ) -> None:
         super().__init__(spec, attention)
-        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
+        self.parts = replace(parts, layers=())  # the blocks hold them, perhaps in another form
         self.blocks = blocks(parts.layers, parts.style, attention, ())
 
     def view_rows(self, path: str) -> int:
@@ -156,7 +156,7 @@ class StepTower(ViewTower):
         return self.parts.projector.linear(x.flatten(0, 1))
 
     def postprocess(self, outputs: Sequence[Tensor], plans: Sequence[ItemPlan]) -> Tensor:
-        """Per item the crops, then the whole: transformers.models.step3p7."""
+        """Per item, the crops, then the whole image: transformers.models.step3p7."""
         whole, crops = (
             rows.split([plan.path_tokens[index] for plan in plans])
             for index, rows in enumerate(outputs)

@@ -1,4 +1,4 @@
-"""Voxtral: Whisper's encoder over windows of half a minute: transformers.models.voxtral."""
+"""Voxtral, Whisper's encoder over windows of half a minute: transformers.models.voxtral."""
 
 from __future__ import annotations
 

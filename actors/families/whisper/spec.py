@@ -45,8 +45,9 @@ def over_whisper(
     whole: bool,
     several: bool = False,
 ) -> ModelSpec:
-    """The spec of a model over Whisper's encoder. `encoder`: its configuration, under the names on
-    either side of USUAL. `several`: sounds may have several windows. Others: see WhisperSizing."""
+    """The spec of a model over Whisper's encoder. `encoder`: its configuration, with the keys on
+    either side of USUAL. `several`: sounds may have several windows. For the others, see
+    WhisperSizing."""
     encoder = usual(encoder)
     extractor = feature_extractor(source, encoder)
     frames = STRIDE * int(encoder["max_source_positions"])
@@ -65,7 +66,7 @@ def over_whisper(
 
 
 def usual(encoder: Json) -> Json:
-    """An encoder's configuration with the usual names of its keys, too."""
+    """An encoder's configuration, with the usual names of its keys added."""
     only(encoder, {"activation_function": "gelu"}, "the audio encoder")
     return encoder | {name: encoder[own] for name, own in USUAL.items() if own in encoder}
 

@@ -1,7 +1,8 @@
-"""Whisper's encoder, on which models that hear build; transformers: WhisperEncoder.
+"""Whisper's encoder, on which many audio models build; transformers: WhisperEncoder.
 
-Two convolutions turn the frames of a patch into a position. Positions are packed; each window of a
-sound is a segment, so that a short sound costs no silence unless the model hears it.
+Two convolutions turn the frames of a patch into a position. Positions are packed, and each window
+of a sound is a segment, so that the silence after a short sound costs nothing unless the model
+hears it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ Head = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class AudioParts:
-    """On the tower's device."""
+    """The parts of the tower, on its device."""
 
     convolutions: Sequence[Affine]
     """[width, KERNEL x values of a frame], frame after frame."""
@@ -99,7 +100,7 @@ def parts(spec: ModelSpec, weights: Weights) -> AudioParts:
 def parts_with(
     spec: ModelSpec, weights: Weights, head: Head, positions: Tensor | None = None
 ) -> AudioParts:
-    """`positions`: in place of the checkpoint's."""
+    """`positions`: used in place of the checkpoint's."""
     tower = Dimensions.read(spec)
     if positions is None:
         positions = weights.tensors["embed_positions.weight"]
@@ -137,7 +138,7 @@ class AudioTower(Tower):
     ) -> None:
         self.spec = spec
         self.sizing = audio(spec)
-        self.parts = replace(parts, layers=())  # the blocks have them, perhaps in another form
+        self.parts = replace(parts, layers=())  # the blocks hold them, perhaps in another form
         self.attention = attention
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.blocks = blocks(parts.layers, parts.style, attention, ())
@@ -170,12 +171,13 @@ class AudioTower(Tower):
     def lengths(self, plan: ItemPlan) -> list[int]:
         """Positions of each attention segment."""
         *whole, last = segments_of(plan)
-        # The positions of tokens that give no row: some of them are beyond the sound.
+        # The positions of tokens that give no row, because some of them are beyond the sound.
         beyond = plan.path_tokens[0] - plan.tokens
         return [*whole, last - beyond, *[beyond] * bool(beyond)]
 
     def segments(self, tokens: int, items: int) -> int:
-        """The most attention segments: an item's last one is two, where tokens give no row."""
+        """The most attention segments. The last one of an item is split in two if some of its
+        tokens give no row."""
         return 2 * items + tokens // self.sizing.segment_tokens
 
     def forward(self, path: str, values: Values) -> Tensor:

@@ -1,1 +1,1 @@
-"""Linear layers: for each shape the fastest of cuBLASLt's algorithms and of our own kernel."""
+"""Linear layers by the fastest GEMM for each shape: a cuBLASLt algorithm or our own kernel."""

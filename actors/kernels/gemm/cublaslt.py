@@ -1,7 +1,7 @@
-"""cuBLASLt, which comes with torch, through ctypes: GEMM descriptions and their algorithms.
+"""ctypes bindings for cuBLASLt, which comes with torch: GEMM descriptions and their algorithms.
 
-There is no binding for it among torch's dependencies. Matrices are row-major here and column-major
-in cuBLASLt: out [rows, n] = x [rows, k] times weight [n, k] transposed is n x rows = (k x n)
+torch's dependencies include no binding for it. Matrices are row-major here and column-major in
+cuBLASLt, so out [rows, n] = x [rows, k] times weight [n, k] transposed is n x rows = (k x n)
 transposed times (k x rows) there.
 """
 
@@ -25,7 +25,7 @@ result to the output."""
 COMPUTE_32F, REAL_32F = 68, 0
 TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}
 EPILOGUES: dict[Epilogue, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
-# Attributes of a matmul description; the scales are of the weight, and of x.
+# Attributes of a matmul description. Those of scales are for the weight, then for x.
 TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER, FAST_ACCUMULATION = 3, 7, 8, 25
 SCALE_POINTERS, SCALE_MODES = (17, 18), (31, 32)
 SCALE_OF_EACH_ROW = 3
@@ -49,7 +49,8 @@ class Algorithm(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """x [rows, k] times weight [n, k] transposed gives out [rows, n]. The strides are of rows."""
+    """x [rows, k] times weight [n, k] transposed gives out [rows, n]. Strides are between rows, in
+    elements."""
 
     rows: int
     n: int
@@ -57,12 +58,12 @@ class GemmShape:
     x_stride: int
     out_stride: int
     dtype: torch.dtype
-    """Of out, and of x and weight unless they are in FP8."""
+    """The dtype of out, and of x and weight unless they are in FP8."""
     fp8: bool = False
 
 
 class CublasLtPlan:
-    """GEMMs of one shape. Its descriptions are never freed: there are few."""
+    """GEMMs of one shape. The descriptions are never freed, because there are few."""
 
     def __init__(self, shape: GemmShape, epilogue: Epilogue) -> None:
         self.calls, self.handle = loaded()
@@ -74,7 +75,7 @@ class CublasLtPlan:
             self._describe(FAST_ACCUMULATION, c_int8(1))
             for mode, pointer in zip(SCALE_MODES, SCALE_POINTERS, strict=True):
                 self._describe(mode, c_int(SCALE_OF_EACH_ROW))
-                # No algorithms are offered without one; it is not read before `run` sets it.
+                # Without a pointer cuBLASLt offers no algorithms. Only `run` sets a real one.
                 self._describe(pointer, c_uint64(ALIGNED_BYTES))
         dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
         self.weight = self._layout(dtype, shape.k, shape.n, shape.k)
@@ -83,7 +84,8 @@ class CublasLtPlan:
         self.keep = c_float(1.0 if epilogue == "add" else 0.0)
 
     def algorithms(self) -> list[Algorithm]:
-        """What cuBLASLt offers without a workspace, its first choice first. May be empty."""
+        """The algorithms that cuBLASLt offers without a workspace, its first choice first. May be
+        empty."""
         preference, found = c_void_p(), c_int()
         self._call("MatmulPreferenceCreate", byref(preference))
         most = c_uint64(0)
@@ -92,7 +94,7 @@ class CublasLtPlan:
             *(preference, MAX_WORKSPACE_BYTES, byref(most), c_size_t(ctypes.sizeof(most))),
         )
         results = (Algorithm * MOST_ALGORITHMS)()
-        # Its return code only says whether it found any.
+        # The return code only says whether there are any.
         self.calls.cublasLtMatmulAlgoGetHeuristic(
             *(self.handle, self.description, self.weight, self.x, self.out, self.out),
             *(preference, MOST_ALGORITHMS, results, byref(found)),
@@ -103,7 +105,7 @@ class CublasLtPlan:
     def run(
         self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor
     ) -> None:
-        """Enqueues one GEMM on the current stream. RuntimeError if cuBLASLt rejects it."""
+        """Enqueues one GEMM on the current stream. Raises RuntimeError if cuBLASLt rejects it."""
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
         for pointer, matrix in zip(SCALE_POINTERS, (weight, x), strict=True):
@@ -140,7 +142,7 @@ class CublasLtPlan:
 
 @cache
 def loaded() -> tuple[ctypes.CDLL, c_void_p]:
-    """The cuBLASLt of torch's CUDA release, and a handle. OSError if torch brings none."""
+    """The cuBLASLt of torch's CUDA release, and a handle. Raises OSError if there is none."""
     major = (torch.version.cuda or "13").split(".")[0]
     calls, handle = ctypes.CDLL(f"libcublasLt.so.{major}"), c_void_p()
     check("cublasLtCreate", calls.cublasLtCreate(byref(handle)))

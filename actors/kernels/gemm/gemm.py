@@ -2,7 +2,7 @@
 
 cuBLASLt's first choice is up to 14 % slower than its best algorithm (BENCHMARKS.md), so every
 captured shape is timed once at start-up, inside `tuning`. Shapes that were never timed, such as
-those of eager calls, use torch's GEMM, and so do matrices that are not aligned as the timed ones.
+those of eager calls, use torch's GEMM, and so do matrices that are not `aligned`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _tuning: ContextVar[bool] = ContextVar("tuning", default=False)
 
 @contextmanager
 def tuning() -> Iterator[None]:
-    """GEMMs inside time their algorithms; the current stream must be one that can be captured."""
+    """Within the context, GEMMs time their algorithms. The current stream must be capturable."""
     token = _tuning.set(True)
     try:
         yield
@@ -55,12 +55,13 @@ class CublasLtGemm:
 
 
 CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
-"""Per process, which has one device. Layers of one shape share a choice. None: torch's GEMM."""
+"""The choices of this process, which has one device. Layers of the same shape share a choice. None:
+torch's GEMM."""
 
 
 class Gemm:
-    """The same linear layer of every block: weights [n, k] and biases [n] in 16 bits, and of some
-    layers the weights in FP8, too."""
+    """The same linear layer of every block: weights [n, k] and biases [n] in 16 bits. Some layers
+    have their weights in FP8, too."""
 
     def __init__(
         self,
@@ -77,14 +78,14 @@ class Gemm:
         self.quantised: Sequence[Fp8Rows | None] = quantised or [None] * len(weights)
 
     def fp8(self, layer: int, rows: int) -> bool:
-        """Whether so many rows should be given in FP8."""
+        """Whether x should be in FP8 if it has this many rows."""
         return rows >= FEWEST_ROWS and self.quantised[layer] is not None
 
     def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
 
-        `out`: its rows may lie apart, as columns of a wider matrix do. With x in FP8 the weights
-        are, too.
+        `out`: may be some columns of a wider matrix. If x is in FP8, so are the weights that are
+        used.
         """
         weight = self._pairs(x)[layer][0]
         assert weight is not None, "the layer is not in FP8. This is a bug."
@@ -107,7 +108,7 @@ class Gemm:
         return out
 
     def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
-        """The weight of each layer that fits such an x, and the bias."""
+        """For each layer, the weight in the format of x, and the bias."""
         weights: Sequence[Matrix | None] = self.weights if isinstance(x, Tensor) else self.quantised
         biases: Sequence[Tensor | None] = self.biases or [None] * len(weights)
         return list(zip(weights, biases, strict=True))
@@ -131,7 +132,7 @@ class Gemm:
         return result if out is None else out.copy_(result)
 
     def _fastest(self, shape: GemmShape, x: Matrix) -> CublasLtGemm | SkinnyGemm | None:
-        """None: only torch's GEMM takes this shape."""
+        """The fastest choice. None: only torch's GEMM takes this shape."""
         scratch = values(x).new_zeros(shape.rows, shape.out_stride, dtype=shape.dtype)[:, : shape.n]
         pairs = [(weight, bias) for weight, bias in self._pairs(x) if weight is not None]
         timed = []
@@ -167,12 +168,12 @@ def launches(shape: GemmShape) -> int:
 
 
 def aligned(*matrices: Tensor | None) -> bool:
-    """Whether they start where the chosen algorithms expect it; None: not allocated yet."""
+    """Whether the matrices are aligned as the timed algorithms expect. None: not allocated yet."""
     return not any(matrix.data_ptr() % ALIGNED_BYTES for matrix in matrices if matrix is not None)
 
 
 def graph_seconds(launch: Callable[[], None]) -> float:
-    """Seconds of one replay of what `launch` enqueues, the fastest of a few."""
+    """Seconds that a graph of what `launch` enqueues takes: the fastest of a few replays."""
     launch()
     graph = torch.cuda.CUDAGraph()
     graph.capture_begin(capture_error_mode="thread_local")

@@ -1,6 +1,6 @@
 // A GEMM with few rows, for compute capability 9.0: out [rows, features] from x [rows, k] and
 // weight [features, k]. skinny_gemm.py defines TYPE, ELEMENT, GROUPS, ROWS, SPLITS, STAGES and
-// EPILOGUE, and compiles this behind ptx.cu and the wgmma function that it writes out.
+// EPILOGUE, and compiles this after ptx.cu and the wgmma function that it generates.
 //
 // With few rows the gaps between kernels cost as much as the GEMMs. So a block prefetches weights,
 // which no kernel writes, before it waits for the previous kernel. The rows of x are the columns
@@ -12,7 +12,7 @@
 // lie in shared memory as rows of 64 features: 128 bytes, swizzled.
 
 constexpr int EIGHTS = ROWS / 8;                         // groups of 8 rows
-constexpr int SHARE = (EIGHTS + SPLITS - 1) / SPLITS;    // of them that a block finishes
+constexpr int SHARE = (EIGHTS + SPLITS - 1) / SPLITS;    // groups that a block finishes
 constexpr int WEIGHT_BYTES = GROUPS * 64 * 128;
 constexpr int STAGE_BYTES = WEIGHT_BYTES + ROWS * 128;
 constexpr int COMPUTING = 128 * GROUPS;                  // consumer threads
@@ -40,7 +40,7 @@ struct Ring {
     }
 };
 
-// What this block computes: a tile, over the blocks of 64 columns [begin, begin + blocks) of k.
+// The work of this block: a tile, over the blocks of 64 columns [begin, begin + blocks) of k.
 struct Part {
     int feature, row, begin, blocks, first, end;  // first, end: the groups of 8 rows that it finishes
     DEVICE Part(int all) {
@@ -127,11 +127,11 @@ DEVICE void end_eight(u32 eight, const float (&sums)[4], float bias, float bias8
 }
 
 #if SPLITS > 1
-// Adds up the blocks' sums of the rows that this block finishes, in the same order every time.
+// Adds up the blocks' partial sums of the rows that this block finishes, always in the same order.
 DEVICE void reduce(float (&ended)[SHARE][4], const float (&sums)[ROWS / 2], const Part& part,
                    const Ring& ring, int group) {
     u32 mine = ring.stages + group * EIGHTS * 2048 + threadIdx.x % 128 * 16;
-    meet<COMPUTING>(1);  // all have read the stages
+    meet<COMPUTING>(1);  // all warpgroups have read the stages
 #pragma unroll
     for (int i = 0; i < EIGHTS; i++) store_floats(mine + i * 2048, sums + 4 * i);
     cluster_publish();
@@ -175,7 +175,7 @@ DEVICE void compute_all(const Maps& maps, const ELEMENT* bias, int features, con
     float ended[SHARE][4];
     reduce(ended, sums, part, ring, group);
 #else
-    if (!ADDS) meet<COMPUTING>(1);  // all have read the stages
+    if (!ADDS) meet<COMPUTING>(1);  // all warpgroups have read the stages
     const float(&ended)[SHARE][4] = reinterpret_cast<const float(&)[SHARE][4]>(sums);
 #endif
     if (ADDS) barrier_wait(ring.full_added, 0);

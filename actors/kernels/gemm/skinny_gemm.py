@@ -27,12 +27,12 @@ from actors.kernels.hopper.cuda import (
     tensor_map,
 )
 
-MOST_WEIGHTS = 8 * 1024**2  # GEMMs with more, such as mergers, are bound by reading them
+MOST_WEIGHTS = 8 * 1024**2  # larger GEMMs, such as mergers', are bound by reading the weights
 TILE_ROWS = (32, 48, 56, 64, 72, 88, 104, 128, 144, 176, 208)
 """Not every multiple of 8, so that budgets share kernels: each takes 0.1 s or more to compile."""
 MOST_SUMS = 64 * 416  # accumulators of a tile that fit into the registers
 CONCURRENT_BLOCKS = {1: 132, 2: 132, 3: 117, 4: 120}
-"""Blocks that run at once on an H200, by splits: a cluster lies within one GPC."""
+"""Blocks that run at once on an H200, by splits, because a cluster must fit into one GPC."""
 EPILOGUES: dict[Epilogue, int] = {"bias": 0, "gelu_tanh": 1, "add": 2}
 COLUMNS = 64  # columns of x and of the weight in a stage of the ring: 128 bytes
 SHARED_BYTES = 226 * 1024
@@ -60,7 +60,7 @@ class GemmTile:
 
     @property
     def added_bytes(self) -> int:
-        """Shared memory for the output that is added to."""
+        """Shared memory for the output to which the result is added."""
         return self.share * self.groups * 128 if self.epilogue == "add" else 0
 
     @property
@@ -137,7 +137,7 @@ def best(shape: GemmShape, epilogue: Epilogue) -> list[GemmTile]:
 
 
 def tiles(shape: GemmShape, epilogue: Epilogue) -> Iterator[GemmTile]:
-    """All that fit into an SM. Only with the epilogue "add" can k be split."""
+    """All tiles that fit into an SM. k can be split only with the epilogue "add"."""
     most_splits = 4 if epilogue == "add" else 1
     for groups in (1, 2, 3):
         for rows in TILE_ROWS:
@@ -150,7 +150,8 @@ def tiles(shape: GemmShape, epilogue: Epilogue) -> Iterator[GemmTile]:
 
 @cache
 def kernel_for(device: torch.device, dtype: torch.dtype, tile: GemmTile) -> LoadedKernel:
-    """A loaded kernel; the device must be the current one. Raises as cuda.compiled and load."""
+    """The loaded kernel. The device must be the current one. Raises what cuda.compiled and
+    cuda.load raise."""
     assert device.index == torch.cuda.current_device(), "This is a bug."
     memory = ALIGNMENT_BYTES + tile.stages * tile.stage_bytes + tile.added_bytes
     threads = 128 * tile.groups + 32  # the consumer warpgroups and the producer warp

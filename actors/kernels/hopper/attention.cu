@@ -1,6 +1,6 @@
 // Attention within the segments of a packed sequence, for compute capability 9.0, over the table of
 // attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES, CLUSTER, SHARES, SCALE,
-// PAD and HEADROOM, and compiles this one behind ptx.cu, the wgmma functions that it writes out,
+// PAD and HEADROOM, and compiles this one after ptx.cu, the wgmma functions that it generates,
 // attention_items.cu and attention_loads.cu.
 //
 // Persistent kernel: each block (CTA) loops over work items. One producer warp loads K and V tiles
@@ -13,27 +13,28 @@
 // them, and the warpgroups do not wait for each other.
 //
 // Instructions other than wgmma take register bandwidth from the tensor cores, about a cycle each
-// (BENCHMARKS.md). So the softmax does without a maximum of every block (see Softmax) and, if PAD,
-// without scaling and subtracting.
+// (BENCHMARKS.md). So the softmax does not compute the maximum of every block (see Softmax) and, if
+// PAD, does not scale or subtract.
 //
-// A thread holds, of rows lane / 4 and lane / 4 + 8 of its warp, the columns 2 (lane % 4) + {0, 1}
-// of every 8. The last columns of the accumulators are the sums of the softmax weights.
+// A thread holds columns 2 (lane % 4) + {0, 1} of every 8, in rows lane / 4 and lane / 4 + 8 of its
+// warp. The last columns of the accumulators are the sums of the softmax weights.
 
 constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns: the depth of one wgmma
 constexpr int PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = 160;
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
-// High words of descriptors: rows of 128 bytes, swizzled; of 32 bytes, swizzled, or of 16.
+// High words of descriptors: for swizzled rows of 128 bytes; for swizzled rows of 32 bytes, or rows
+// of 16 bytes.
 constexpr u32 TILE_WORD = 0x40000040, REST_WORD = REST > 1 ? 0xc0000010 : 8;
 
 // Online softmax. Weights of row r are 2 ** (t - off[r]), where t is a score times SCALE. `off` is
 // HEADROOM above the largest score of the first block, and is raised only when a weight becomes 2
-// or more. Then the weights of the block are computed again, from its scores. This is rare, and
-// saves all other blocks the maximum, the exchange between threads and the rescaling. It is a whole
-// number, so that raising it rounds nothing.
+// or more. Then the weights of the block are recomputed from its scores. This is rare, and all
+// other blocks need no maximum, no exchange between threads and no rescaling. `off` is a whole
+// number, so that raising it causes no rounding.
 //
-// If PAD, scores arrive as t - off: queries are scaled when they are loaded, and off is in columns
-// that pad them, which meet ones in the keys.
+// If PAD, the GEMM yields t - off: queries are scaled when they are loaded, and columns that pad
+// them hold -off, which is multiplied by ones in the keys.
 struct Softmax {
     float off[2], decay[2];
     bool raised;
@@ -76,7 +77,7 @@ struct Softmax {
     DEVICE void step(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4]) {
         float less[2] = {PAD ? 0 : off[0], PAD ? 0 : off[1]};
         weigh(s, p, less);
-        // A weight of 2 or more, or one that is not a number, has the highest bit of its exponent.
+        // In a weight of 2 or more, or a NaN, the highest bit of the exponent is set.
         u32 bits = 0;
 #pragma unroll
         for (int i = 0; i < KEYS / 4; i++) bits |= p[i];
@@ -86,7 +87,7 @@ struct Softmax {
             highest(s, high);
 #pragma unroll
             for (int r = 0; r < 2; r++) {
-                // Of every row for itself, so that no row depends on the others of its warp.
+                // Per row, so that no row depends on the others of its warp.
                 float above = high[r] - less[r], by = above >= 1 ? ceilf(above) + HEADROOM : 0;
                 decay[r] = exp2_fast(-by);
                 off[r] += by;
@@ -102,8 +103,8 @@ struct Softmax {
     }
 };
 
-// Adds up the warpgroups' accumulators of one shared strip in the first warpgroup, relative to one
-// reference. Afterwards TMA may write to `scratch`.
+// Adds up the warpgroups' accumulators of a shared strip in the first warpgroup, relative to a
+// common `off`. Afterwards TMA may write to `scratch`.
 DEVICE void merge(u32 scratch, float (&o)[COLUMNS / 2], Softmax& softmax, int group, int thread) {
     constexpr int TOP = COLUMNS / 2;
     float* at = (float*)__cvta_shared_to_generic(scratch) + thread;
@@ -154,7 +155,7 @@ DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const
                          Place place) {
     u32 keys = ring.keys + place.stage * (STAGE_BYTES / 16);
     u32 further = place.stage * (KEY_REST / 16), rest = ring.keys_last + further;
-    if (PAD) rest -= further << 16;  // the same ones for all stages
+    if (PAD) rest -= further << 16;  // all stages share the ones that pad keys
 #pragma unroll
     for (int i = 0; i < 4; i++)
         multiply_qk<TILE_WORD>(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], keys + i * 2,
@@ -165,7 +166,7 @@ DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const
 
 DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 4], const Ring& ring,
                        Place place) {
-    constexpr u32 STEP = REST ? 1 : 1u - (1u << 16);  // the same column of ones for all values
+    constexpr u32 STEP = REST ? 1 : 1u - (1u << 16);  // all values share one column of ones
     u32 values = ring.values + place.stage * (STAGE_BYTES / 16) * STEP;
 #pragma unroll
     for (int i = 0; i < KEYS / 16; i++)
@@ -202,8 +203,8 @@ DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int 
         for (int i = 0; i < 18; i++) q[i] = pair(low(q[i]) * SCALE, high(q[i]) * SCALE);
 }
 
-// Writes -off into the first columns that pad queries: three numbers of 8 bits hold a whole number
-// of 24.
+// Writes -off into the first columns that pad queries. Three numbers with 8 bits of precision hold
+// a whole number of 24 bits.
 DEVICE void refer(u32 (&q)[SLICES * 4], const Softmax& softmax, int thread) {
     if constexpr (PAD)
 #pragma unroll
@@ -231,7 +232,8 @@ DEVICE void skip(const Ring& ring, Place& place, int blocks) {
     }
 }
 
-// Named barriers by which the warpgroups issue their GEMMs in turn, each for the one before it.
+// Named barriers with which the warpgroups issue their GEMMs in turn: each waits at its own for the
+// previous one.
 DEVICE void my_turn(int group) {
     meet<256>(8 + group);
 }
@@ -241,8 +243,8 @@ DEVICE void next_turn(int group) {
 }
 
 // Accumulates every stride-th block of the item's keys, from `first` on. `last`: no later strip of
-// this warpgroup reads these blocks again, so that their stages can be freed. `ordered`: all
-// warpgroups compute equally many blocks now, and issue their GEMMs in turn.
+// this warpgroup reads these blocks again, so their stages can be freed. `ordered`: all warpgroups
+// compute the same number of blocks in this round, and issue their GEMMs in turn.
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[SLICES * 4],
                     float (&o)[COLUMNS / 2], Softmax& softmax, int first, int stride, bool last,
                     int thread, int group, bool ordered) {
@@ -311,7 +313,7 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
     int4 entry = plan.entry(table, plan.crew);
     for (int item = plan.crew; item < plan.items; item += plan.crews) {
         Work work(plan, item, entry);
-        // Loaded an item ahead, because the load takes long.
+        // Loaded an item ahead, to hide the latency.
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
         Place begin = place;
@@ -337,9 +339,9 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
                 compute(ring, place, work, q, o, softmax, first, work.shared ? GROUPS : 1,
                         !work.kept() || strip + TOGETHER >= work.strips, thread, group, ordered);
             // Shared strips are merged in the memory of the queries. That memory is freed only
-            // here, where the results show that all loads from it have finished: an arrival on a
-            // barrier does not wait for them. When it was freed right after the loads, the next
-            // queries overwrote these.
+            // here, where the results depend on all loads from it, because an arrival on a barrier
+            // does not wait for loads. When it was freed right after the loads, the next queries
+            // overwrote queries that were still being loaded.
             if (work.shared) merge(ring.scratch, o, softmax, group, thread);
             if (!work.shared || group == 0)
                 store(qkv, plan.heads, work, work.row + 64 * strip, o, thread);

@@ -32,8 +32,8 @@ class Ring:
 
     keys: int  # in each stage
     stages: int
-    from_patches: int = 0  # the least budget that uses it
-    cluster: int = 1  # blocks (CTAs) that share keys and values: each copies a part, to all of them
+    from_patches: int = 0  # the smallest budget that uses it
+    cluster: int = 1  # blocks (CTAs) that share keys and values: each copies a part to all of them
     groups: int = GROUPS
 
     @property
@@ -47,10 +47,10 @@ RINGS = {
     72: (Ring(80, 6), Ring(96, 5, from_patches=8193, cluster=2)),
     80: (Ring(80, 6), Ring(80, 6, from_patches=8193, cluster=2)),
 }
-"""The head sizes that the kernel is built for, with a kernel for each ring, small budgets first.
+"""The rings of each head size that the kernel is built for, small budgets first. Each has a kernel.
 
-80 keys divide the 400 patches of a common image. Long segments are faster with 96, and, except at
-head size 64, with clusters.
+80 keys divide the 400 patches of a common image. Long segments are faster with 96 keys at head
+sizes 64 and 72, and with clusters at 72 and 80.
 """
 
 
@@ -62,14 +62,14 @@ class HopperAttention:
     def __init__(
         self, kernels: Sequence[LoadedKernel], size: int, long: LongAttention | None = None
     ) -> None:
-        """`kernels`: what kernels_for gives for the device, dtype and this head size. `long`: for
-        layers whose long segments are in FP8, if there are any."""
+        """`kernels`: those of kernels_for for the device, dtype and head size. `long`: for layers
+        whose long segments run in FP8, if there are any."""
         self.forms = list(zip(RINGS[size], kernels, strict=True))
         self.long = long
 
     def inputs(self, patches: int, segments: int) -> Shapes:
-        """The table, int32: a first row with the count of entries, then one row per entry. For FP8
-        another one of the short segments, and what `long` has."""
+        """The table, int32: a first row with the count of entries, then one row per entry. For FP8,
+        also a table of the short segments, and the inputs of `long`."""
         table = ((1 + patches // TILE_ROWS + segments, 4), torch.int32)
         long = self.long.inputs(patches) if self.long else {}
         return {
@@ -91,7 +91,7 @@ class HopperAttention:
         return tables
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
-        """Written over q; rows that no item of the table covers keep their q."""
+        """Overwrites q with the result. Rows that no item of the table covers keep their q."""
         ring, kernel = self.form(len(qkv))
         rows, _, heads, size = qkv.shape
         flat, rest, keys = qkv.view(rows, -1), max(size - 64, 8), ring.keys // ring.cluster
@@ -123,12 +123,13 @@ class HopperAttention:
 def item_table(
     lengths: Sequence[int], ring: Ring, size: int, chosen: Sequence[bool] = ()
 ) -> Tensor:
-    """int32 [size, 4]: (entries, strips of the only segment or 0, 0, 0), then the entries; unused
-    rows are zero. The strips are given only for a segment that the ring does not hold at once.
-    `chosen`: which segments get entries, unless all.
+    """int32 [size, 4]: (number of entries, strips, 0, 0), then the entries. Unused rows are zero.
 
-    A segment that the ring holds is one entry; a longer one has an entry per tile of a cluster. An
-    entry is its segment's start and end, that segment's first entry (counted from 0), and
+    `strips` is 0, unless only one segment has entries and the ring does not hold it at once.
+    `chosen`: which segments get entries; empty: all.
+
+    A segment that the ring holds at once has one entry; a longer one has an entry per tile of a
+    cluster. An entry is its segment's start and end, the index of that segment's first entry, and
     65536 x the most strips of an entry + the number of the segment's entries.
     """
     length = np.asarray(lengths, dtype=np.int32)
@@ -177,7 +178,7 @@ def build(element: str, size: int, ring: Ring) -> LoadedKernel:
 
 
 def shared_bytes(size: int, ring: Ring) -> int:
-    """The ring and the queries; see attention_loads.cu. Up to 1023 bytes are for alignment."""
+    """Bytes of the ring and the queries; see attention_loads.cu. Up to 1023 are for alignment."""
     kept, queries, rest = ring.kept_patches, GROUPS * STRIP_ROWS, (size - 64) // 8
     lots = (3 if rest else 2) * kept + queries
     ones = 0 if rest else 16

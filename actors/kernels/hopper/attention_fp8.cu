@@ -1,16 +1,16 @@
 // Attention in FP8 (e4m3) within long segments, for compute capability 9.0, over the table of
-// attention.py, in slots. attention_fp8.py says what slots are, defines SIZE, GROUPS, KEYS, STAGES,
-// CLUSTER, FLUSH and HEADROOM, and compiles this file behind ptx.cu, the wgmma functions that it
-// writes out, and attention_items.cu.
+// attention.py, in slots. attention_fp8.py explains slots, defines SIZE, GROUPS, KEYS, STAGES,
+// CLUSTER, FLUSH and HEADROOM, and compiles this file after ptx.cu, the wgmma functions that it
+// generates, and attention_items.cu.
 //
-// A score arrives from the GEMM in steps: 1/63 of it is one step of e4m3, whose codes count eighths
-// of an octave. So the code of a weight is the rounded score itself: between two powers of two
-// 2 ** x is taken as a straight line, which is at most 3 % off, where e4m3 rounds by up to 6 %.
-// This needs no exponential, and fewer instructions than one would. The reference of a row is
-// subtracted in the GEMM, too: its digits are in columns that pad queries.
+// A score of 1 is 63 codes of e4m3, and eight codes make an octave. So the code of a weight is 63
+// times the score, rounded: 2 ** x becomes a straight line between two powers of two, which is at
+// most 3 % off, while e4m3 rounds by up to 6 %. This needs no exponential, and fewer instructions
+// than one would. The GEMM subtracts the reference of a row, too: its digits are in columns that
+// pad queries.
 //
-// The tensor cores keep only some 13 bits of a sum in FP8. So every FLUSH blocks of keys sums are
-// added to others in float32.
+// The tensor cores keep only some 13 bits of a sum in FP8. So after every FLUSH blocks of keys,
+// their sums are added up in float32.
 
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
 constexpr int REST = SIZE > 64;
@@ -18,9 +18,10 @@ constexpr int PITCH = REST ? 80 : 64;  // bytes of a head of queries or keys
 constexpr int V_BYTES = COLUMNS * KEYS, K_BYTES = KEYS * 64, REST_BYTES = REST * KEYS * 16;
 constexpr int STAGE_BYTES = V_BYTES + K_BYTES + REST_BYTES;
 constexpr int WARPS = 4 * GROUPS, THREADS = 128 * (GROUPS + 1);
-// The high words of the descriptors: keys in rows of 64 swizzled bytes, values of KEYS = 128.
+// The high words of the descriptors: for keys in swizzled rows of 64 bytes, and for values in rows
+// of KEYS = 128.
 constexpr u32 K_WORD = 0x80000020, V_WORD = 0x40000040, REST_WORD = 8;
-constexpr float UNIT = 0.126953125f;  // of an octave in scores: 8 / 63, as 1/8 + 1/512
+constexpr float UNIT = 0.126953125f;  // the score of an octave: 8 / 63, as 1/8 + 1/512
 constexpr float TOP = 2 - HEADROOM * UNIT;
 
 struct Maps {
@@ -64,8 +65,8 @@ struct Ring {
     }
 };
 
-// Keys arrive in another order: row 8b + 2a + c of 16 is key 4a + 2b + c. In that order a thread's
-// scores of 16 keys are what the GEMM of the values reads as four neighbours.
+// Keys are loaded in another order: row 8b + 2a + c of 16 is key 4a + 2b + c. In that order, a
+// thread's scores of 16 keys are the four neighbours that the GEMM with the values expects of it.
 DEVICE void copy_keys(u32 to, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -74,7 +75,7 @@ DEVICE void copy_keys(u32 to, const TensorMap& map, int column, int row, u32 bar
         : "memory");
 }
 
-// The first block of a cluster copies keys, the last one values, both for all.
+// The first block of a cluster copies keys to all blocks, the last one values.
 DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int head, int heads,
                        int row) {
     u32 to = ring.tiles + place.stage * STAGE_BYTES;
@@ -116,7 +117,7 @@ DEVICE u32 weights4(float a, float b, float c, float d, u32& bits) {
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(first) : "f"(b), "f"(a));
     asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(second) : "f"(d), "f"(c));
     asm("lop3.b32 %0, %0, %1, %2, 0xfe;" : "+r"(bits) : "r"(first), "r"(second));
-    // x * 63 + 1024: a code is the low byte.
+    // x * 63 + 1024: the low byte is the code.
     asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(first) : "r"(0x53e053e0), "r"(0x64006400));
     asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(second) : "r"(0x53e053e0), "r"(0x64006400));
     asm("prmt.b32 %0, %1, %2, 0x6420;" : "=r"(all) : "r"(first), "r"(second));
@@ -212,8 +213,8 @@ struct Softmax {
     }
 };
 
-// -off as digits in columns that pad queries; the keys there are 2, 1/32, 1/8, 1/512 and, for what
-// is left, 1/8, 1/512.
+// Writes -off as digits into columns that pad queries. The keys there are 2, 1/32, 1/8, 1/512 and,
+// for the remainder, 1/8, 1/512.
 DEVICE void refer(u32 (&q)[12], const Softmax& softmax, int thread) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -247,7 +248,7 @@ DEVICE void sums_begin(float (&o)[COLUMNS / 2], const u32 (&p)[KEYS / 8], const 
     wgmma_commit();
 }
 
-// In float32.
+// The sums in float32.
 struct Sums {
     float all[COLUMNS / 2];
     DEVICE void clear() {
@@ -357,7 +358,8 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[1
     refer(q, softmax, thread);
     ring.wait_v(place);
     u32 other[KEYS / 8];
-    // Issues the GEMM of the next block's scores, too, whose softmax then overlaps with the sums.
+    // Also issues the GEMM of the next block's scores, so that their softmax overlaps with the GEMM
+    // of the sums.
     auto advance = [&](u32(&p)[KEYS / 8], u32(&next)[KEYS / 8]) {
         Place here = place;
         place.next();
@@ -450,7 +452,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         prefetch(maps.keys);
         prefetch(maps.values);
     }
-    // The 8 rows behind the values of each stage: one of ones (0x38), seven of zeros.
+    // The 8 rows after the values of each stage: one of ones (0x38), seven of zeros.
     constexpr int CHUNKS = KEYS / 16;
     for (int i = threadIdx.x; i < STAGES * 8 * CHUNKS; i += THREADS) {
         int within = i % (8 * CHUNKS);

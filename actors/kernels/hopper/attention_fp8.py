@@ -1,9 +1,9 @@
 """Attention of long segments in FP8 on compute capability 9.0: see ../attention_fp8.py.
 
-Two kernels: attention_fp8_inputs.cu rotates and quantises, attention_fp8.cu attends. What is
-quantised lies in slots: one for each patch, in their order, and unused ones before long segments,
-so that each of these starts at a multiple of 16. TMA copies transposed values, whose first index is
-the slot, from such places only.
+There are two kernels: attention_fp8_inputs.cu rotates and quantises, attention_fp8.cu computes
+attention. Quantised patches are stored in slots: one per patch, in order, and unused ones before
+long segments, so that each of these starts at a multiple of 16. TMA can copy the transposed values,
+which are contiguous in slots, only from such places.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, encoded_map
 RING = Ring(128, 8, cluster=2, groups=2)
 TILE_ROWS = STRIP_ROWS * RING.groups * RING.cluster  # queries of an entry of the table
 ALIGNED = 16  # slots
-FLUSH = 4  # blocks of keys whose sums the tensor cores keep
-SLOTS = 32  # of a block of the kernel that quantises
+FLUSH = 4  # blocks of keys that the tensor cores sum up before their sums are added in float32
+SLOTS = 32  # per block of the kernel that quantises
 HEADROOM = 1.0  # octaves between a row's largest weight and 448, when its reference is chosen
 FOLDER = Path(__file__).parent
 
@@ -38,14 +38,14 @@ class HopperLongAttention:
     """See LongAttention. For one head size."""
 
     def __init__(self, prepare: Sequence[LoadedKernel], attend: LoadedKernel, size: int) -> None:
-        """`prepare`: without rotary embedding, and with it."""
+        """`prepare`: the kernels without and with rotary embedding."""
         self.prepare = prepare
         self.attend = attend
         self.fewest = FEWEST_KEYS[size]
 
     def inputs(self, patches: int) -> Shapes:
-        """The table of the long segments, in slots, and for each slot its patch, or -2 - the patch
-        if that is in a short segment, or -1 if there is none."""
+        """The table of the long segments, in slots, and for each slot its patch. If the patch is in
+        a short segment, the value is -2 - patch; if the slot is unused, -1."""
         long = patches // self.fewest
         if not long:
             return {}
@@ -76,7 +76,7 @@ class HopperLongAttention:
         _, _, heads, size = qkv.shape
         tokens, pitch = values["attention_slots"], 80 if size > 64 else 64
         slots, row = len(tokens), 2 * heads * pitch
-        # Blocks of keys reach beyond the end: what lies there is masked.
+        # The last block of keys may reach beyond the end. What lies there is masked.
         qk = torch.empty(slots + RING.keys, row, dtype=torch.uint8, device=qkv.device)
         value = torch.empty(heads * size, slots, dtype=torch.uint8, device=qkv.device)
         angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
@@ -123,7 +123,8 @@ def long_kernels(device: torch.device, dtype: torch.dtype, size: int) -> HopperL
 
 
 def shared_bytes(size: int) -> int:
-    """Stages of keys and values, and the constants that pad keys; up to 1023 are for alignment."""
+    """Bytes of the stages of keys and values, and of the constants that pad keys. Up to 1023 are
+    for alignment."""
     rest = 16 if size > 64 else 0
     return 1024 + RING.kept_patches * (size + 8 + 64 + rest) + RING.keys * 16
 

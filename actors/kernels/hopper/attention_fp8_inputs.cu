@@ -1,6 +1,6 @@
-// The inputs of attention_fp8.cu: queries, keys and values of long segments in e4m3, in slots.
-// Queries and keys of the others are rotated in place, for attention in 16 bits. attention_fp8.py
-// says what slots are, and defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
+// Makes the inputs of attention_fp8.cu: queries, keys and values of long segments in e4m3, in
+// slots. Rotates queries and keys of the others in place, for attention in 16 bits.
+// attention_fp8.py explains slots, and defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
 //
 // A block takes 32 slots, so that it fills whole sectors of the transposed values. A thread keeps
 // the angles of four pairs of columns of one slot, for all heads.

@@ -1,17 +1,18 @@
-// The work items of attention.cu and attention_fp8.cu, as the table of attention.py gives them.
+// The work items of attention.cu and attention_fp8.cu, from the table of attention.py.
 
 constexpr int TOGETHER = GROUPS * CLUSTER;  // strips that a crew computes at a time
-constexpr int EVEN_STRIPS = 8;  // with more of them, even splitting is no faster than tiles
+constexpr int EVEN_STRIPS = 8;  // with more strips, even splitting is no faster than tiles
 
 // A crew is a cluster of CLUSTER blocks (CTAs), which compute different strips with the same keys
 // and values. The work items are the table's entries, once per head; crews take them in turn. The
 // items of the last round would leave SMs idle, so each of them is split into as many parts as
-// there are crews for it. A single segment that is too long for one round is first split evenly
-// over all crews, unless that would leave a warpgroup alone with a strip.
+// there are crews for it. If there is a single segment that the ring does not hold, it is first
+// split evenly over all crews, unless a part would have more than EVEN_STRIPS strips, or leave one
+// warpgroup alone with a strip.
 struct Plan {
     int heads, crew, crews;
-    int whole, share, items;  // unsplit items, parts of each other one, all items
-    int even;                 // replaces the last number of every entry, unless 0
+    int whole, share, items;  // unsplit items; parts of each split item; all items
+    int even;                 // unless 0, replaces the last number of every entry
     DEVICE Plan(const int4* table, int heads)
         : heads(heads), crew(blockIdx.x / CLUSTER), crews(gridDim.x / CLUSTER) {
         int4 counts = __ldg(table);
@@ -34,8 +35,8 @@ struct Plan {
 };
 
 // One item: `strips` strips of 64 queries from `row` on, of one head of the segment [start, end).
-// `shared`: there is at most one strip for each CTA, whose keys are divided among its warpgroups,
-// if SHARES. Otherwise each warpgroup takes strips of its own.
+// `shared`: there is at most one strip per CTA, and the warpgroups of a CTA divide its keys among
+// them; only if SHARES. Otherwise each warpgroup takes strips of its own.
 struct Work {
     int start, end, row, head, strips;
     bool shared;

@@ -1,13 +1,14 @@
-// The producer side of attention.cu: what is copied into shared memory and where it lies there, and
-// the two kinds of producer warps.
+// The producer side of attention.cu: the layout of shared memory, and the two kinds of producer
+// warps.
 //
-// The first 64 columns of a head lie in shared memory as rows of 128 bytes, swizzled. Of values,
-// the other 8 or 16 columns and a column of ones follow in a second lot of such rows, because one
-// GEMM reads both. Of queries and keys the other columns lie apart, in rows of their own.
-// If PAD, these columns of the keys are followed by ones, the same for all keys.
+// The first 64 columns of a head are stored in shared memory as swizzled rows of 128 bytes; a group
+// of such rows is a lot. For values, the other 8 or 16 columns and a column of ones follow in a
+// second lot, because one GEMM reads both. For queries and keys, the other columns are stored
+// elsewhere, in rows of their own. If PAD, these columns of the keys are followed by ones, which
+// all keys share.
 
 constexpr int CHUNKS = SIZE / 8;
-constexpr int REST = CHUNKS - 8;  // chunks of 8 columns behind the first 64
+constexpr int REST = CHUNKS - 8;  // chunks of 8 columns after the first 64
 constexpr int LOT = KEYS * 128;
 constexpr int STAGE_BYTES = LOT + (REST ? 2 * LOT : LOT);
 constexpr int KEY_REST = KEYS * REST * 16, QUERY_REST = 64 * REST * 16;  // bytes
@@ -20,8 +21,8 @@ struct Maps {
     TensorMap block, queries, values_rest, keys_rest, queries_rest;
 };
 
-// Shared memory: stages of keys and values, queries, a lot of ones, the other columns of keys and
-// queries, and the ones that pad keys. `scratch` is the memory of the queries.
+// Shared memory: the stages of keys and values; queries; a lot with the column of ones; the other
+// columns of keys and queries; and the ones that pad keys. `scratch` is the memory of the queries.
 struct Ring {
     u32 tiles, scratch, ones, keys_rest, queries_rest, units;
     u32 full_k, full_v, empty_k, empty_v, full_q, empty_q, freed;
@@ -55,7 +56,7 @@ struct Ring {
     DEVICE u32 q_rest(int group) const { return queries_rest + group * QUERY_REST; }
     DEVICE void wait_k(Place place) const { barrier_wait(full_k + 8 * place.stage, place.parity); }
     DEVICE void wait_v(Place place) const { barrier_wait(full_v + 8 * place.stage, place.parity); }
-    // By the first CLUSTER lanes of every consumer warp: each tells another CTA of the cluster.
+    // Called by the first CLUSTER lanes of every consumer warp, each for one CTA of the cluster.
     DEVICE void free_k(Place place) const { release(freed + 8 * place.stage); }
     DEVICE void free_v(Place place) const { release(freed + 8 * STAGES + 8 * place.stage); }
     DEVICE static void release(u32 barrier) {
@@ -77,12 +78,12 @@ struct Ring {
     }
 };
 
-// Where 8 columns of a row lie in lots of KEYS rows.
+// The offset of a chunk of 8 columns of a row, in lots of KEYS rows.
 DEVICE u32 chunk_at(int row, int chunk) {
     return chunk / 8 * LOT + row * 128 + (chunk ^ row) % 8 * 16;
 }
 
-// Where 8 of the columns after the first 64 lie, of queries and keys.
+// The offset of a chunk of the columns after the first 64, of queries and keys.
 DEVICE u32 rest_at(int row, int chunk) {
     return REST > 1 ? row * 32 + (chunk ^ row / 4 % 2) * 16 : row * 16;
 }
@@ -92,7 +93,7 @@ DEVICE void copy_rows(u32 to, const TensorMap& map, int column, int row, u32 bar
     else tensor_copy(to, map, column, row, barrier);
 }
 
-// Each CTA of a cluster copies a part of the rows, to all of them.
+// Each CTA of a cluster copies a part of the rows to all CTAs.
 DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int k, int v, int row) {
     u32 to = ring.tiles + place.stage * STAGE_BYTES + ring.rank * COPIED * 128;
     u32 full = ring.full_k + 8 * place.stage;

@@ -1,7 +1,7 @@
 """CUDA C++ for compute capability 9.0, compiled by NVRTC and launched through the CUDA driver.
 
-Both are called through `cuda.bindings`, which torch's CUDA wheels depend on, as they do on NVRTC:
-no CUDA toolkit is needed. Machines without CUDA have none of them, so functions import them.
+Both are called through `cuda.bindings`. torch's CUDA wheels depend on it and on NVRTC, so no CUDA
+toolkit is needed. Functions import it when they need it, because machines without CUDA lack it.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from actors.kernels import checked
 ARCHITECTURE = "sm_90a"
 CAPABILITY = (9, 0)
 
-ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # how PTX calls them
+ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "f16"}  # their names in PTX
 
 OVERLAPPED_ROWS = 640
-"""Up to here kernels are so short on an H200 that the gaps between them count (BENCHMARKS.md)."""
+"""Up to this many rows, kernels are so short on an H200 that the gaps between them matter
+(BENCHMARKS.md)."""
 
 TENSOR_MAP_BYTES = 128
 
@@ -39,7 +40,7 @@ log = logging.getLogger(__name__)
 def runs_on(capability: tuple[int, int]) -> bool:
     """Whether our CUDA C++ kernels run on this compute capability. Logs once if they do not.
 
-    Only on 9.0, neither on older nor on newer ones: they use wgmma, which no other chip has.
+    They run on 9.0 only, because they use wgmma, which neither older nor newer chips have.
     """
     if capability != CAPABILITY:
         log.info(
@@ -66,14 +67,14 @@ class LoadedKernel:
     """
 
     function: Any  # CUfunction
-    threads: int  # of a block
+    threads: int  # per block
     shared_bytes: int
 
     def launch(self, blocks: tuple[int, int, int], *arguments: Argument) -> None:
         """Enqueues a grid of blocks on the current stream.
 
         Tensors are passed as the address of their data, integers as 32 bits, and bytes as
-        structures by value. RuntimeError if CUDA refuses the launch.
+        structures by value. Raises RuntimeError if CUDA rejects the launch.
         """
         from cuda.bindings import driver
 
@@ -103,8 +104,8 @@ def passed(argument: Argument) -> ctypes.c_void_p | ctypes.c_int | ctypes.Array[
 
 
 def load(image: bytes, name: str, threads: int, shared_bytes: int) -> LoadedKernel:
-    """The extern "C" kernel `name` of a cubin, on the current device. RuntimeError if it does not
-    load; ImportError without cuda.bindings."""
+    """Loads the extern "C" kernel `name` of a cubin on the current device. Raises RuntimeError if
+    it does not load, ImportError without cuda.bindings."""
     from cuda.bindings import driver
 
     torch.cuda.current_stream()  # initialises CUDA: the driver needs a context
@@ -116,8 +117,8 @@ def load(image: bytes, name: str, threads: int, shared_bytes: int) -> LoadedKern
 
 
 def compiled(source: str) -> bytes:
-    """The cubin of `source`. Needs no device. RuntimeError, with the compiler's messages, if it
-    does not compile; ImportError without cuda.bindings."""
+    """Compiles `source` to a cubin. Needs no device. Raises RuntimeError, with the compiler's
+    messages, if it does not compile, ImportError without cuda.bindings."""
     from cuda.bindings import nvrtc
 
     (program,) = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernel.cu", 0, [], []))
@@ -138,10 +139,10 @@ def compiled(source: str) -> bytes:
 
 
 def tensor_map(matrix: Tensor, box: tuple[int, int], row_bytes: int = 128) -> bytes:
-    """The CUtensorMap by which TMA copies boxes of (rows, columns) of a matrix [rows, columns].
+    """The CUtensorMap with which TMA copies boxes of (rows, columns) of a matrix [rows, columns].
 
-    The matrix has 16 bits a value and contiguous rows, which may lie apart. A box is at most 64
-    columns wide and lies in shared memory as rows of `row_bytes`, swizzled. Values beyond the
+    Values have 16 bits. Each row is contiguous, but rows need not be adjacent. A box is at most 64
+    columns wide and is stored in shared memory as rows of `row_bytes`, swizzled. Values beyond the
     matrix arrive as zeros.
     """
     rows, columns = matrix.shape
@@ -160,8 +161,8 @@ def encoded_map(
     box: tuple[int, ...],
     row_bytes: int,
 ) -> bytes:
-    """See tensor_map; here for any number of dimensions, the contiguous one first. `steps`: bytes
-    from one index to the next of each other dimension, which may overlap.
+    """Like tensor_map, for any number of dimensions, the contiguous one first. `steps`: the strides
+    of the other dimensions in bytes; dimensions may overlap.
 
     Cached, because eager calls of a tower ask for the same maps every time.
     """
@@ -198,7 +199,7 @@ def encoded_map(
 
 
 def source(element: str, defined: Mapping[str, object], *parts: Path | str) -> str:
-    """One text to compile: `#define`s, ptx.cu, then the parts, which are files or code."""
+    """The text to compile: `#define`s, ptx.cu, then the parts, which are files or code."""
     every = {"ELEMENT": "unsigned short", "TYPE": f'"{element}"', **defined}
     texts = [part if isinstance(part, str) else part.read_text() for part in parts]
     defines = [f"#define {name} {value}" for name, value in every.items()]
@@ -208,12 +209,12 @@ def source(element: str, defined: Mapping[str, object], *parts: Path | str) -> s
 def wgmma(
     name: str, element: str, columns: int, *, shared: bool = False, transposed: bool = False
 ) -> str:
-    """A CUDA function: d [64, columns] (+)= a [64, depth] in registers x b [depth, columns] in
-    shared memory. The depth is 16, or 32 in e4m3.
+    """Generates a CUDA function: d [64, columns] (+)= a [64, depth] in registers x b [depth,
+    columns] in shared memory. The depth is 16, or 32 in e4m3.
 
-    Written out because the instruction names each of its columns / 2 registers per thread.
-    `shared`: a lies in shared memory as well. `transposed`: b is transposed. Beside an a in
-    registers, b is the low word of its descriptor and HIGH, a template's argument, the other one.
+    It is generated because the instruction names each of its columns / 2 registers per thread.
+    `shared`: a is in shared memory as well. `transposed`: b is transposed. If a is in registers, b
+    is the low word of its descriptor, and the template argument HIGH is the high word.
     """
     count = columns // 2
     a = ["a"] if shared else ["a0", "a1", "a2", "a3"]

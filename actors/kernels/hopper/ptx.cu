@@ -1,5 +1,5 @@
-// PTX instructions of compute capability 9.0 that have no C++ name, and helpers around them. Comes
-// first in every kernel that cuda.py compiles.
+// PTX instructions of compute capability 9.0 that have no C++ name, and helpers around them.
+// cuda.py puts this file first in every kernel that it compiles.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -23,7 +23,7 @@ DEVICE void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// At a barrier of any block of the cluster; see cluster_address.
+// Arrives at a barrier of any block of the cluster; see cluster_address.
 DEVICE void barrier_arrive_at(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
@@ -124,7 +124,7 @@ DEVICE u32 cluster_rank() {
     return rank;
 }
 
-// Cluster barrier; afterwards all threads see what the others have stored.
+// Cluster barrier, after which all threads see what the others have stored.
 DEVICE void cluster_publish() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" :::
                      "memory");

@@ -1,1 +1,1 @@
-"""Triton kernels, for compute capability 8.0 and later: attention, what runs between GEMMs."""
+"""Triton kernels for compute capability 8.0 and later: attention, and what runs between GEMMs."""

@@ -40,11 +40,11 @@ def attend_kernel(
     BN: tl.constexpr,
     TMA: tl.constexpr,
 ) -> None:
-    """A head is D0 columns and a rest, so that sizes between powers of two waste little: K1 for
-    q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
+    """A head is split into D0 columns and a rest, so that sizes between powers of two waste little.
+    The rest is K1 for q and k (the depth of a GEMM is at least 16), V1 for v (its width may be 8).
 
-    TMA: descriptors read whole blocks of keys and values. Triton emulates them on chips without
-    TMA, which takes more registers than there are."""
+    TMA: descriptors read whole blocks of keys and values. They are not used on chips without TMA,
+    where Triton emulates them with more registers than there are."""
     stride = 3 * HEADS * SIZE
     dtype = qkv.dtype.element_ty
     item = tl.program_id(0)
@@ -113,9 +113,9 @@ def attend_kernel(
 
 
 def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
-    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit, written over its q.
+    """Attention of qkv [rows, 3, heads, head size], contiguous, 16-bit. Overwrites q.
 
-    Returns that q as [rows, heads x head size], a view; rows that no tile covers keep their q.
+    Returns a view of q as [rows, heads x head size]. Rows that no tile covers keep their q.
     `queries`: rows of each tile of the table. Head size: a multiple of 8 from 64 to 128.
     """
     rows, _, heads, size = qkv.shape
@@ -149,7 +149,7 @@ def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
 
 
 def tile(capability: tuple[int, int], queries: int, size: int) -> tuple[int, int]:
-    """Rows of keys per step, and warps, for which a chip has registers and shared memory.
+    """Rows of keys per step, and warps, that fit a chip's registers and shared memory.
 
     9.0 is tuned. 10.x keeps its sums in tensor memory. 8.x and 12.x keep all operands in registers.
     """
@@ -160,7 +160,7 @@ def tile(capability: tuple[int, int], queries: int, size: int) -> tuple[int, int
 
 
 def columns(size: int) -> tuple[int, int, int]:
-    """D0, K1 and V1 of a head size; the last two are 0 where D0 is all of it."""
+    """D0, K1 and V1 of a head size. K1 and V1 are 0 if D0 is the whole head."""
     if size in (64, 128):
         return size, 0, 0
     if size % 8 or not 64 < size < 128:

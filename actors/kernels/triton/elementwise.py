@@ -1,6 +1,7 @@
-"""What runs between the GEMMs of a block, each in one pass: norm, rotary, SwiGLU, additions.
+"""What runs between the GEMMs of a block, each in one pass: norm, quantisation, rotary, SwiGLU,
+additions.
 
-On short sequences norm and rotary start before the previous kernel has finished: see overlaps.
+On short sequences, the first three start before the previous kernel has finished; see `overlaps`.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def norm(
 def quantised_norm(
     x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
 ) -> Fp8Rows:
-    """As norm, in FP8."""
+    """Like norm, with the result in FP8."""
     out = empty_fp8(x, x.shape[1])
     launch_norm(x, shift, weight, bias, epsilon, centred, out.values, out.scales)
     return out
@@ -96,7 +97,7 @@ def launch_norm(
     out: Tensor,
     scales: Tensor | None,
 ) -> None:
-    """`scales`: of the rows of `out`, which is in FP8."""
+    """`scales`: those of the rows of `out`, if that is in FP8."""
     rows, width = x.shape
     early = overlaps(x.device, rows)
     together, warps = (4, 4) if rows <= NORM_ROWS else (2, 2)
@@ -134,7 +135,7 @@ def empty_fp8(x: Tensor, width: int) -> Fp8Rows:
 def activated(
     at: tl.tensor, mask: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr
 ) -> tl.tensor:
-    """The activation of what is there, in float32; of gated ones the other half is `width` on."""
+    """Loads x and applies the activation, in float32. In gated ones, `up` is `width` after gate."""
     x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if ACTIVATION == "gelu":
         x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
@@ -185,8 +186,8 @@ def quantise_kernel(
 
 
 def quantised(x: Tensor, activation: str = "") -> Fp8Rows:
-    """The rows of x, or of its activation, in FP8: x [rows, width], or [rows, 2 x width] for one
-    that is gated; each row is contiguous."""
+    """Quantises the rows of x, or of its activation, to FP8. x: [rows, width], or [rows, 2 x width]
+    for a gated activation; each row is contiguous."""
     rows, width = x.shape
     if activation in ("swiglu", "swiglu_10", "geglu_tanh"):
         width //= 2
@@ -238,7 +239,8 @@ def rotate_kernel(
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Rotates q, k of qkv [rows, 3, heads, head size]; cos, sin float32 [rows, head size / 2]."""
+    """Rotates q and k of qkv [rows, 3, heads, head size] in place; cos, sin float32 [rows, head
+    size / 2]."""
     rows, _, heads, size = qkv.shape
     pairs, early = rows * heads * size, overlaps(qkv.device, rows)
     rotate_kernel[(triton.cdiv(pairs, BLOCK),)](
@@ -306,7 +308,7 @@ def shift_kernel(
 
 
 def shifted(x: Tensor, shift: Tensor, out: Tensor) -> Tensor:
-    """x + shift into `out`, which may be x: x, out [rows, width] contiguous, shift float32."""
+    """Writes x + shift to `out`, which may be x. x, out [rows, width] contiguous, shift float32."""
     rows, width = x.shape
     shift_kernel[(triton.cdiv(rows, SHIFT_ROWS),)](
         x,

@@ -1,6 +1,6 @@
-"""Attention within square windows, with relative positions by row and column, as SAM has it.
+"""Attention within square windows, with relative positions by row and column, as in SAM.
 
-No window is copied: a program reads the patches of its window where they are in the view.
+Windows are not copied: a program reads the patches of its window where they are in the view.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from actors.kernels.triton.attention_kernel import softmax_step
 
 SIDE = 8  # a step takes squares of SIDE x SIDE keys
-LARGE = 64  # patches per side of a window from which on tiles are larger
+LARGE = 64  # windows with at least this many patches per side have larger tiles
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -28,8 +28,8 @@ def terms_kernel(
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """What relative positions add to the scores, divided by the scale: q of each patch times the
-    table of its row in its window (axis 0) or of its column (axis 1).
+    """Computes what relative positions add to the scores, divided by the scale: q of each patch
+    times the table of its row in its window (axis 0) or of its column (axis 1).
 
     A program takes one row or column of a view, whose queries share a table [WINDOW, SIZE]."""
     view, line = tl.program_id(0) // VIEW, tl.program_id(0) % VIEW
@@ -42,7 +42,7 @@ def terms_kernel(
     q = tl.load(qkv + (patch * 3 * HEADS + head) * SIZE + column, mask=inside, other=0.0)
     at = tables + (axis * WINDOW + line % WINDOW) * WINDOW * SIZE
     table = tl.load(at + key[:, None] * SIZE + column, mask=(key < WINDOW)[:, None], other=0.0)
-    # Divided, because attention multiplies all of a score by the scale.
+    # Divided, because attention multiplies the whole score by the scale.
     term = (tl.dot(q, table.T) * SIZE**0.5).to(terms.dtype.element_ty)
     to = terms + ((patch * HEADS + head) * 2 + axis) * PADDED + key[None, :]
     tl.store(to, term, mask=inside & (key < PADDED)[None, :])
@@ -102,7 +102,7 @@ def attend_squares_kernel(
                 k = tl.load(at + (HEADS + head) * SIZE)
                 v = tl.load(at + (2 * HEADS + head) * SIZE)
             else:
-                # Beyond the view k and v are zero, and such keys take part, as SAM pads with zeros.
+                # Keys beyond the view take part, with k and v of zero, because SAM pads with zeros.
                 known = ((top + y < VIEW) & (left + x < VIEW))[:, None]
                 k = tl.load(at + (HEADS + head) * SIZE, mask=known, other=0.0)
                 v = tl.load(at + (2 * HEADS + head) * SIZE, mask=known, other=0.0)
@@ -117,12 +117,11 @@ def attend_squares_kernel(
 
 
 def attend_squares_(qkv: Tensor, tables: Tensor, side: int) -> Tensor:
-    """Attention of qkv [views x side ** 2, 3, heads, head size], contiguous, 16-bit, written over
-    its q.
+    """Attention of qkv [views x side ** 2, 3, heads, head size], contiguous, 16-bit. Overwrites q.
 
-    Returns that q as [views x side ** 2, heads x head size], a view. Each view is cut into windows,
-    from its top left corner. `tables` [2, window, window, head size]: for the rows of query and
-    key, and for their columns. Head size: a power of two from 16 to 128.
+    Returns q as [views x side ** 2, heads x head size], without a copy. Each view is cut into
+    windows from its top left corner. `tables` [2, window, window, head size]: for the rows of query
+    and key, and for their columns. Head size: a power of two from 16 to 128.
     """
     rows, _, heads, size = qkv.shape
     window = tables.shape[1]

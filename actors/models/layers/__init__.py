@@ -1,1 +1,1 @@
-"""What the towers share: the transformer block in its forms."""
+"""What the towers share: the transformer block in its forms, patch embeddings and weights."""

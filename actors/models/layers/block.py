@@ -1,4 +1,4 @@
-"""The transformer block that the families share: plain torch, and the same with torch.compile.
+"""The transformer block that the families share, in plain torch and with torch.compile.
 
 Norm, qkv, rotary, attention, projection, norm, MLP over one packed sequence. What differs between
 families is data (`Style`). The fast form of the block is in fast.py.
@@ -32,11 +32,11 @@ WINDOW = "window_"
 Layer = TypeVar("Layer")
 
 ATTENTION = " attention"
-"""Ends the name of a block's attention, after that of its qkv."""
+"""The name of a block's attention is that of its qkv layer, followed by this."""
 
 
 class Quantisable(Protocol):
-    """What can be computed in FP8: a linear layer, or the attention of a block."""
+    """An operation that can run in FP8: a linear layer, or the attention of a block."""
 
     @property
     def name(self) -> str: ...
@@ -46,13 +46,13 @@ class Quantisable(Protocol):
     def in_fp8(self, x: Tensor) -> Tensor: ...
 
     def operations(self, x: Tensor) -> int:
-        """Multiplications that FP8 makes faster."""
+        """How many multiplications FP8 makes faster."""
 
 
 Computed = Callable[[Quantisable, Tensor], Tensor]
 
 _computed: list[Computed] = []
-"""Of `computed_by`. No ContextVar, which torch.compile does not read."""
+"""The calls of `computed_by`. Not a ContextVar, because torch.compile does not read those."""
 _between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
@@ -67,9 +67,9 @@ class Style:
     post_norm: bool = False
     """Norms follow attention and MLP instead of preceding them (Step3)."""
     both_norms: bool = False
-    """Other norms follow attention and MLP, too (Gemma 4)."""
+    """Norms precede attention and MLP, and other norms follow them (Gemma 4)."""
     windowed: frozenset[int] = frozenset()
-    """Layers whose patches attend within their window: they read the inputs that start with
+    """Layers whose patches attend within windows. They read the inputs whose names start with
     WINDOW."""
 
     @property
@@ -80,20 +80,20 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class Affine:
-    """A linear layer, or the scale and shift of a norm. Without a bias: zeros."""
+    """A linear layer, or the scale and shift of a norm. A missing bias is zeros."""
 
     weight: Tensor
     bias: Tensor
     clips: Tensor | None = None
-    """[parts, 4]: the least and most that goes into each of the linear layers that are fused here,
-    and that comes out (Gemma 4)."""
+    """[parts, 4]: for each of the linear layers that are fused here, the bounds to which its inputs
+    and its outputs are clamped (Gemma 4)."""
     name: str = ""
-    """Of the first of the linear layers that are fused here, as the checkpoint calls it."""
+    """The checkpoint's name of the layer, or of the first of those that are fused here."""
     fp8: bool = False
-    """Whether it is computed in FP8: weight and x, but not the bias."""
+    """Whether the layer runs in FP8: the weight and x, but not the bias."""
 
     def gemm(self, x: Tensor) -> Tensor:
-        """As `linear`, or in FP8: for layers that the fast form may compute in FP8."""
+        """Like `linear`, or in FP8. For layers that the fast form may run in FP8."""
         if _computed:
             return _computed[-1](self, x)
         return self.in_fp8(x) if self.fp8 else self.linear(x)
@@ -126,7 +126,10 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """One layer. `qkv` is fused: [3 x heads x head size, width]. Gated: `up` is gate, then up."""
+    """The weights of one layer.
+
+    `qkv` is fused: [3 x heads x head size, width]. In a gated MLP, `up` is gate, then up.
+    """
 
     norm1: Affine
     qkv: Affine
@@ -135,24 +138,24 @@ class BlockWeights:
     up: Affine
     down: Affine
     qk_norm: Tensor | None = None
-    """RMSNorm of q, and of k, before they are rotated: [2, width] over all heads together, or [2,
-    head size] over each; [3, head size]: of v, too."""
+    """Weights of the RMSNorms of q and k, which precede rotation: [2, width] over all heads
+    together, or [2, head size] over each. [3, head size]: of v, too."""
     after: tuple[Affine, Affine] | None = None
-    """Norms of what attention and what the MLP adds, with `both_norms`."""
+    """With `both_norms`: the norms that follow attention and the MLP."""
     attention: str = ""
-    """Its name; see ATTENTION."""
+    """The name of its attention; see ATTENTION."""
     attention_fp8: bool = False
     """Whether long segments attend in FP8; see Attention.fp8."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockAttention:
-    """The attention of a block, as something that can be computed in FP8. x: see Attention."""
+    """The attention of a block, as a Quantisable. For x, see Attention."""
 
     name: str
     attention: Attention
     values: Values
-    """With segment ends, as SegmentAttention has them."""
+    """Includes `segment_ends`; see SegmentAttention."""
 
     def plain(self, x: Tensor) -> Tensor:
         return self.attention(x, self.values)
@@ -161,7 +164,7 @@ class BlockAttention:
         return self.attention.fp8(x, self.values, None, None)
 
     def operations(self, x: Tensor) -> int:
-        """0 if the device has no such attention, or no segment is long enough."""
+        """0 if the device has no FP8 attention, or no segment is long enough."""
         if not attention_fp8.has(x):
             return 0
         ends: list[int] = list(dict.fromkeys(self.values["segment_ends"].tolist()))
@@ -172,7 +175,7 @@ class BlockAttention:
 
 @contextmanager
 def computed_by(call: Computed) -> Iterator[None]:
-    """`call` computes the layers whose `gemm` is called inside, as `calibrate` does."""
+    """Within the context, `call` computes everything that could run in FP8. For `calibrate`."""
     _computed.append(call)
     try:
         yield
@@ -190,19 +193,19 @@ class Blocks(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """x [patches, width]; cos, sin float32 [patches, head size / 2], None without rotary.
 
-        May write over x. Returns the last hidden state and those after each tapped layer (for
+        May overwrite x. Returns the last hidden state and those after each tapped layer (for
         deepstack).
         """
 
 
 Attend = Callable[[Tensor, Values], Tensor]
-"""What blocks need of an Attention: its call."""
+"""The part of an Attention that blocks need: its `__call__`."""
 
 BlocksForm = Callable[
     [Sequence[BlockWeights], Style, Attend | Sequence[Attend], Sequence[int]], Blocks
 ]
-"""Builds the blocks: weights, style, attention (of all layers, or of each), and the layers that are
-tapped."""
+"""Builds the blocks from weights, style, attention (one for all layers, or one per layer) and the
+layers that are tapped."""
 
 
 def of_each(attention: Attend | Sequence[Attend], layers: int) -> Sequence[Attend]:
@@ -211,7 +214,7 @@ def of_each(attention: Attend | Sequence[Attend], layers: int) -> Sequence[Atten
 
 @contextmanager
 def between_layers(call: Callable[[], None]) -> Iterator[None]:
-    """Calls `call` between the layers of every tower that runs inside, as engine/slices.py does."""
+    """Within the context, `call` runs between the layers of every tower. For engine/slices.py."""
     token = _between_layers.set(call)
     try:
         yield
@@ -220,7 +223,7 @@ def between_layers(call: Callable[[], None]) -> Iterator[None]:
 
 
 def numbered(layers: Sequence[Layer]) -> Iterator[tuple[int, Layer]]:
-    """The layers of a forward pass in order, each with its index: see `between_layers`."""
+    """Enumerates the layers of a forward pass; runs the call of `between_layers` between them."""
     call = _between_layers.get()
     for index, layer in enumerate(layers):
         if call and index:
@@ -261,7 +264,7 @@ class ReferenceBlocks:
     def before(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, layer: BlockWeights
     ) -> Tensor:
-        """The part of a layer before attention: packed q, k, v, rotated."""
+        """The part of a layer before attention. Returns packed q, k, v, rotated."""
         y = x if self.style.post_norm else self.norm(x, layer.norm1)
         qkv = layer.qkv.gemm(y).view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
@@ -302,11 +305,11 @@ class ReferenceBlocks:
 
 
 class CompiledBlocks(ReferenceBlocks):
-    """ReferenceBlocks with each half of a block through torch.compile; attention stays as it is.
+    """ReferenceBlocks with torch.compile for what precedes attention and for what follows it.
 
     The number of rows is dynamic, so that all layers and budgets share one compilation. The first
-    call compiles, which takes seconds. It must not happen in a capture, which is why every capture
-    warms up first.
+    call compiles, which takes seconds and must not happen during a capture, so every capture warms
+    up first.
     """
 
     form: BlockForm = "compile"
@@ -361,12 +364,13 @@ def layer_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, norm: Affine, epsilon: float) -> Tensor:
-    """Over the last dimension; has no shift, so that `norm.bias` is not read."""
+    """Over the last dimension. RMSNorm has no shift, so `norm.bias` is not read."""
     return F.rms_norm(x, x.shape[-1:], norm.weight, epsilon)
 
 
 def qk_normed(qk: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """qk [patches, 2 or 3, heads, head size], normalised as the size of the weight says."""
+    """RMSNorm of qk [patches, 2 or 3, heads, head size], over all heads together or over each,
+    depending on the size of the weight."""
     normed = qk.reshape(*qk.shape[:2], -1, weight.shape[1])
     return (F.rms_norm(normed, normed.shape[-1:], eps=epsilon) * weight[:, None]).view(qk.shape)
 
@@ -383,13 +387,13 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 def swiglu_10(x: Tensor) -> Tensor:
-    """As swiglu, of a gate that is at most 10 and an up within 10 of zero (GLM-5-next)."""
+    """Like swiglu, with gate clamped to at most 10 and up to [-10, 10] (GLM-5-next)."""
     gate, up = x.chunk(2, -1)
     return F.silu(gate.clamp(max=10)) * up.clamp(-10, 10)
 
 
 def geglu_tanh(x: Tensor) -> Tensor:
-    """As swiglu."""
+    """Like swiglu, with GELU (tanh)."""
     gate, up = x.chunk(2, -1)
     return F.gelu(gate, approximate="tanh") * up
 
@@ -410,7 +414,8 @@ NORMS: dict[Norm, Callable[[Tensor, Affine, float], Tensor]] = {
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of [patches, ..., head size], halves against halves, in float32."""
+    """Rotary embedding of x [patches, ..., head size], which pairs the halves of a head, in
+    float32."""
     first, second = x.float().chunk(2, -1)
     shape = (len(x),) + (1,) * (x.dim() - 2) + (-1,)
     cos, sin = cos.view(shape), sin.view(shape)

@@ -2,13 +2,15 @@
 
 Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. Two ideas:
 - The biases of proj and down are constants, so they are left out of the residual stream. Then the
-  residual additions happen in the epilogues of the GEMMs, and each norm adds the biases so far.
+  residual additions happen in the epilogues of the GEMMs, and each norm adds the biases of all
+  layers so far.
 - GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
   So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
   widths, such as Qwen2.5-VL's 3420, are slow.
-Rows for GEMMs in FP8 are quantised by what runs before them anyway: the norm, and a kernel that
-applies the activation, which is therefore not in the epilogue. Nothing is there for proj: a pass of
-its own would take what its GEMM gains.
+
+Rows for GEMMs in FP8 are quantised by a kernel that precedes them anyway: the norm, or the
+activation, which is then not in the epilogue. No such kernel precedes proj, and a separate pass
+would take as long as its GEMM gains, so proj stays in 16 bits.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ class FastLayer:
     """What a layer has besides its GEMMs."""
 
     shift1: Tensor
-    """float32 [width]: the biases that the residual stream lacks before norm1; shift2: norm2."""
+    """float32 [width]: the biases that the residual stream lacks before norm1. `shift2`: those
+    before norm2."""
     norm1: Affine
     qk_norm: Tensor | None
     shift2: Tensor
@@ -64,7 +67,7 @@ class FastLayer:
 
 
 class FastBlocks:
-    """See Blocks. Writes over its x."""
+    """See Blocks. Overwrites x."""
 
     form: BlockForm = "fast"
 
@@ -117,7 +120,8 @@ class FastBlocks:
         sin: Tensor | None,
         seen: Values,
     ) -> None:
-        """Adds to x. A method, so that its intermediate tensors are freed before the MLP."""
+        """Adds attention to x. A method, so that its intermediate tensors are freed before the
+        MLP runs."""
         fp8 = self.qkv.fp8(index, len(x))
         qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, fp8))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
@@ -153,7 +157,7 @@ def gemm(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:
-    """Appends `rows` rows of zeros to each of the parts."""
+    """Appends `rows` rows of zeros to each of the layer's `parts`."""
     weight, bias = (each.unflatten(0, (parts, -1)) for each in (linear.weight, linear.bias))
     weight, bias = F.pad(weight, (0, 0, 0, rows)), F.pad(bias, (0, rows))
     return replace(linear, weight=weight.flatten(0, 1), bias=bias.flatten())

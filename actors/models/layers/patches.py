@@ -1,6 +1,6 @@
-"""What is before and after the blocks: bytes to embedded patches, positions, patches to tokens.
+"""What precedes and follows the blocks: patch embedding, positions, and merging patches to tokens.
 
-Patches lie in merge-block order: the merge_size ** 2 patches of one token are adjacent.
+Patches are in merge-block order: the merge_size ** 2 patches of one token are adjacent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from actors.models.layers.block import NORMS, Affine, Norm
 Rgb = tuple[float, float, float]
 
 PositionTaps = Callable[[Tensor, int, int, int], tuple[Tensor, Tensor]]
-"""How a learned table of positions is resampled, such as bilinear_taps."""
+"""Resamples a learned table of positions to a grid; see bilinear_taps."""
 
 CUBIC = -0.75  # the parameter of the bicubic kernel, as in torch
 
@@ -53,12 +53,12 @@ def centred(patches: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Merger:
-    """One token from merge_size ** 2 patches: norm, linear, GELU, linear."""
+    """Merges merge_size ** 2 patches into one token: norm, linear, GELU, linear."""
 
     def __init__(
         self, norm: Affine, up: Affine, down: Affine, *, kind: Norm = "layer", epsilon: float = 1e-6
     ) -> None:
-        """`norm`: over each patch, or over all patches of a token, as its size says."""
+        """`norm`: over each patch, or over all patches of a token, depending on its size."""
         self.norm = norm
         self.kind = kind
         self.epsilon = epsilon
@@ -73,7 +73,7 @@ class Merger:
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         """[patches, width] to [tokens, out width]; transformers: Qwen3VLVisionPatchMerger.
 
-        `out`: where to write the rows, such as columns of wider rows.
+        `out`: where to write the rows; may be some columns of a wider matrix.
         """
         up, down = self.linears
         columns = up.weight.shape[1]
@@ -119,7 +119,7 @@ class Positions:
         return {"taps": taps.int(), "tap_weights": weights}
 
     def add_to(self, x: Tensor, values: Values) -> Tensor:
-        """x plus the positions; may write over x."""
+        """x plus the positions; may overwrite x."""
         taps, weights = values["taps"], values["tap_weights"]
         if x.is_cuda:
             from actors.kernels.triton.elementwise import add_positions_  # Triton needs CUDA
@@ -131,8 +131,8 @@ class Positions:
 
 @dataclass(frozen=True, slots=True)
 class AntialiasedPositions:
-    """As Positions, bilinear with antialiasing: every entry of the table may have a weight, the
-    product of one for its row and one for its column."""
+    """Like Positions, but bilinear with antialiasing: every entry of the table may contribute, with
+    a weight that is the product of one for its row and one for its column."""
 
     table: Tensor  # float32 [side x side, width]
 
@@ -196,13 +196,13 @@ def bilinear_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[T
 def centred_bilinear_taps(
     places: Tensor, rows: int, columns: int, side: int
 ) -> tuple[Tensor, Tensor]:
-    """As bilinear_taps, but with pixel centres aligned and borders repeated."""
+    """Like bilinear_taps, but with pixel centres aligned and borders repeated."""
     source = (places.float() + 0.5) * side / torch.tensor([rows, columns]) - 0.5
     return linear_taps(source, side)
 
 
 def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
-    """As bilinear_taps, for places [patches, 2] on the table."""
+    """Like bilinear_taps, for `source` [patches, 2], fractional rows and columns of the table."""
     floor = source.floor()
     below = floor.long()
     index = torch.stack([below, below + 1], -1).clamp(0, side - 1)
@@ -214,8 +214,8 @@ def linear_taps(source: Tensor, side: int) -> tuple[Tensor, Tensor]:
 
 
 def antialiased_weights(size: int, side: int) -> Tensor:
-    """How much each of `side` entries is worth for each of `size`: float32 [size, side]. Equal to
-    torch's bilinear interpolate with antialias=True along one axis."""
+    """Weights for resampling `side` entries to `size` along one axis: float32 [size, side]. Equal
+    to torch's bilinear interpolate with antialias=True."""
     scale = side / size
     centres = (torch.arange(size, dtype=torch.float32)[:, None] + 0.5) * scale - 0.5
     weights = (1 - (torch.arange(side) - centres).abs() / max(scale, 1.0)).clamp(min=0)
@@ -223,7 +223,7 @@ def antialiased_weights(size: int, side: int) -> Tensor:
 
 
 def bicubic_taps(places: Tensor, rows: int, columns: int, side: int) -> tuple[Tensor, Tensor]:
-    """As bilinear_taps, but bicubic with pixel centres aligned: [patches, 16].
+    """Like bilinear_taps, but bicubic with pixel centres aligned: [patches, 16].
 
     Equal to torch's interpolate and grid_sample with align_corners=False and repeated borders.
     """
@@ -254,7 +254,8 @@ def rotary_tables(
 
 
 def weighted(table: Tensor, taps: Tensor, weights: Tensor) -> Tensor:
-    """Sums [rows, width] of a table's rows `taps` [rows, n], times float32 `weights` [rows, n]."""
+    """Weighted sums [rows, width] of a table's rows `taps` [rows, n]; `weights` float32 [rows,
+    n]."""
     total = F.embedding(taps[:, 0], table) * weights[:, 0, None]
     for tap in range(1, taps.shape[1]):
         total = total + F.embedding(taps[:, tap], table) * weights[:, tap, None]

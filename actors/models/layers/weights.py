@@ -1,6 +1,6 @@
-"""A tower's weights: what checkpoints call them, their shapes, and how they are placed.
+"""A tower's weights: their names in checkpoints, their shapes, and how they reach the device.
 
-Every checkpoint has the same six parts in a block, under names of its own (`BlockNames`).
+Every checkpoint has the same six parts in a block, under its own names (`BlockNames`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ APPENDED = 8  # kernels take multiples of this
 SHOWN = 64.0  # exact in bfloat16 and float16
 
 MOST_LAYERS = 1000
-"""No tower has as many; their names would fill the memory."""
+"""No tower has as many. More are rejected, because their names alone could fill the memory."""
 
 QWEN_KEYS = KEYS | {"depth": "depth", "heads": "num_heads"}
 """The same in Qwen-VL and GLM-V."""
@@ -50,7 +50,7 @@ class Dimensions:
 
     @classmethod
     def read(cls, spec: ModelSpec, **keys: str) -> Dimensions:
-        """From `vision_config`, under the usual keys unless given."""
+        """Reads `vision_config`. `keys` replace the usual keys."""
         usual = QWEN_KEYS if "depth" in spec.vision else KEYS
         named = usual | keys
         stated = {field: int(spec.vision[key]) for field, key in named.items()}
@@ -73,7 +73,8 @@ class Dimensions:
 
     @property
     def rotary_head_size(self) -> int:
-        """The same, of heads that are rotated by rows and by columns. Raises ValueError."""
+        """`head_size`, for rotary embedding by rows and columns. Raises ValueError if it does not
+        fit."""
         if self.head_size % 4:
             raise ValueError(
                 f"{self.heads_key}: each of {self.heads} heads has {self.head_size} of "
@@ -84,22 +85,23 @@ class Dimensions:
 
     @property
     def merged(self) -> int:
-        """Values of all patches of a token."""
+        """The number of values in all patches of a token together."""
         return self.width * self.merge_size**2
 
 
 def table_side(spec: ModelSpec) -> int:
-    """Rows and columns of the learned table of positions, one for each patch."""
+    """Rows, and columns, of the learned table of positions, which has an entry per patch."""
     return side(spec.vision["image_size"]) // spec.sizing.patch_size
 
 
 def neighbours_to_halves(head_size: int) -> Tensor:
-    """The order of a head that rotates neighbouring values, for our rotary, of halves."""
+    """The order of a head's values that turns rotary embedding of neighbouring values into ours,
+    which pairs the halves of a head."""
     return torch.arange(head_size).view(-1, 2).t().flatten()
 
 
 def reordered(layer: BlockWeights, heads: int, order: Tensor) -> BlockWeights:
-    """The layer with the values of each head of q and k in this order; scores stay the same."""
+    """The layer with the values of each head of q and k in this order. Scores stay the same."""
 
     def sort(values: Tensor) -> Tensor:
         query, key, value = values.unflatten(0, (3, heads, -1))
@@ -111,7 +113,7 @@ def reordered(layer: BlockWeights, heads: int, order: Tensor) -> BlockWeights:
 
 
 def with_keys_for_each_head(layer: BlockWeights, heads: int, key_heads: int) -> BlockWeights:
-    """The layer whose keys and values, each for several heads of queries, are repeated for them."""
+    """The layer with its grouped keys and values repeated, so that each query head has its own."""
     if heads == key_heads:
         return layer
 
@@ -127,9 +129,9 @@ def with_keys_for_each_head(layer: BlockWeights, heads: int, key_heads: int) -> 
 
 
 def widened(layer: BlockWeights, heads: int) -> BlockWeights:
-    """The layer with APPENDED values after each head, by which an attention hides rows: SHOWN first
-    in queries, otherwise zeros. Scores keep their scale, which kernels derive from the size of a
-    head."""
+    """The layer with APPENDED values after each head, with which an attention can hide rows: SHOWN,
+    then zeros in queries, zeros in keys and values. Queries are rescaled, because kernels derive
+    the scale of scores from the size of a head."""
     weight, bias = (
         each.float().unflatten(0, (3, heads, -1)) for each in (layer.qkv.weight, layer.qkv.bias)
     )
@@ -159,11 +161,11 @@ class BlockNames:
     norm2: str = "norm2"
     up: tuple[str, ...] = ("mlp.linear_fc1",)  # SwiGLU has two: gate, up
     down: str = "mlp.linear_fc2"
-    biased: bool = True  # whether they have biases
-    unbiased: frozenset[str] = frozenset()  # the names above of those that still have none
+    biased: bool = True  # whether the parts have biases
+    unbiased: frozenset[str] = frozenset()  # the names above that have none even if `biased`
     scales: tuple[str, str] | None = None  # layer scales of proj and down
-    qk_norm: tuple[str, str] | None = None  # RMSNorm of q, and of k
-    after: tuple[str, str] | None = None  # norms of what attention and MLP add
+    qk_norm: tuple[str, str] | None = None  # RMSNorms of q and k
+    after: tuple[str, str] | None = None  # norms that follow attention and MLP
 
 
 CLIP_NAMES = BlockNames(
@@ -175,7 +177,7 @@ CLIP_NAMES = BlockNames(
     up=("mlp.fc1",),
     down="mlp.fc2",
 )
-"""Of DeepSeek's CLIP, and of Step3's own tower."""
+"""The names in DeepSeek's CLIP, and in Step3's own tower."""
 
 
 class Weights:
@@ -188,7 +190,7 @@ class Weights:
         dtype: torch.dtype,
         fp8: Collection[str] = (),
     ) -> None:
-        """`fp8`: the layers that are computed in FP8; see PrecisionPlan."""
+        """`fp8`: the layers that run in FP8; see PrecisionPlan."""
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
@@ -224,13 +226,13 @@ class Weights:
         )
 
     def embedding(self, name: str, spec: ModelSpec, *, channels_last: bool = False) -> Affine:
-        """For `uint8 - 128`: see patches.folded_embedding. `channels_last`: all channels of a pixel
-        are adjacent in the checkpoint, where here all pixels of a channel are."""
+        """The patch embedding for `uint8 - 128`; see patches.folded_embedding. `channels_last`: the
+        checkpoint has the channels of a pixel adjacent; here, the pixels of a channel are."""
         folded = self.folded(name, spec, channels_last=channels_last)
         return Affine(self.place(folded.weight), self.place(folded.bias))
 
     def folded(self, name: str, spec: ModelSpec, *, channels_last: bool = False) -> Affine:
-        """As `embedding`, in float32 where the checkpoint's tensors are."""
+        """Like `embedding`, but in float32, on the device of the checkpoint's tensors."""
         weight, patch = self.tensors[f"{name}.weight"], spec.sizing.patch_size
         if channels_last:
             weight = weight.view(len(weight), patch, patch, 3).permute(0, 3, 1, 2)
@@ -238,7 +240,7 @@ class Weights:
         return folded_embedding(frames, self.bias(name, weight), spec.mean, spec.std)
 
     def later_embedding(self, name: str, spec: ModelSpec) -> Tensor | None:
-        """See PackedParts.later. None: the tower's groups do not have two frames."""
+        """See PackedParts.later. None if the tower's temporal groups do not have two frames."""
         weight = self.tensors[f"{name}.weight"]
         if weight.dim() < 5 or weight.shape[2] != 2:
             return None
@@ -248,7 +250,8 @@ class Weights:
         self, embedding: str, spec: ModelSpec, positions: Tensor, classes: Tensor | None = None
     ) -> Tensor:
         """What is added to the embedded patches of a view: `positions` [patches, width] and the
-        bias of their embedding, in float32. Before it `classes`, the rows of class tokens."""
+        bias of their embedding, summed in float32. `classes`, the rows of class tokens, precede
+        it."""
         rows = positions + self.folded(embedding, spec).bias
         return self.place(rows if classes is None else torch.cat([classes, rows]))
 
@@ -276,7 +279,7 @@ class Weights:
         ]
 
     def stacked(self, names: Iterable[str]) -> Tensor | None:
-        """Tensors of one shape as one; None: there are none."""
+        """Stacks tensors of one shape. None if there are none."""
         found = [self.tensors[name] for name in names]
         return self.place(torch.stack(found)) if found else None
 
@@ -284,7 +287,8 @@ class Weights:
 def expected_blocks(
     names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
 ) -> Expected:
-    """`qk_size`: of the norms of q and k, if they are for each head. Raises ValueError."""
+    """Names and shapes of the blocks' tensors. `qk_size`: the size of the norms of q and k, if they
+    are per head. Raises ValueError."""
     if depth > MOST_LAYERS:
         raise ValueError(f"{depth} layers")
     parts: dict[str, tuple[int, ...]] = {
