@@ -30,8 +30,8 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
-POLL_SECONDS = 0.02  # interval of checks for a first replica
-WATCH_SECONDS = 0.5  # interval of checks whether a new replica has room for waiting requests
+POLL_SECONDS = 0.02  # between checks for a first replica
+WATCH_SECONDS = 0.5  # between checks whether new replicas have room for waiting requests
 TOLD_SECONDS = 0.1
 """With several pools, how long a count of the patches that wait for a replica is reused."""
 BACKOFF_SECONDS = 0.1
@@ -69,7 +69,7 @@ class InFlightItem:
     """Its answer is wanted before the other items of its call are done."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     waiting: int = 0
-    """How many requests wait for it. A request counts once for each position that the item has."""
+    """How many requests wait for it. A request counts once for each of the item's positions."""
     losses: int = 0
     """How many replicas were lost while they had it, or refused it."""
     lone_deaths: int = 0
@@ -490,7 +490,7 @@ class Dispatcher:
         self._launch(wanted, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
-        """Counts a request that no longer waits. Cancels the call if none waits for any of its
+        """Removes a request that no longer waits. Cancels the call if none waits for any of its
         items.
 
         An item without waiting requests stays in flight, and can be joined again, as long as

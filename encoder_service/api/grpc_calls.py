@@ -90,7 +90,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         api = COUNTED.get(method)
 
         async def first(context: grpc.aio.ServicerContext) -> Any:
-            """The call's message, or None at the end of a stream. Ends the call if it has none."""
+            """The call's message, or None at the end of a stream. Otherwise aborts the call."""
             problem: ServiceError
             try:
                 if error:

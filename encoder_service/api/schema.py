@@ -26,7 +26,7 @@ OF_A_FILE = "Of a video file: "
 
 
 class KwargsFields(BaseModel):
-    """How items are sized and sampled, with the names of transformers' processors.
+    """How items are sized and sampled, with options named as in transformers' processors.
 
     GET /v1/model shows under `processor_kwargs` which of these the model takes, their defaults and
     their largest values.

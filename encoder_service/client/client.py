@@ -184,8 +184,9 @@ class AsyncClient:
     ) -> npt.NDArray[np.float32]:
         """Returns a vector of length 1 for each image or Text: float32 [sources, dimensions].
 
-        Only over HTTP, for services with `model.output: vector`. `dimensions`: how many of the
-        first values of each vector; None: all. Raises as `encode` does, and TypeError for videos.
+        Only over HTTP, for services with `model.output: vector`. `dimensions`: how many leading
+        values of each vector to return; None: all. Raises as `encode` does, and TypeError for
+        videos.
         """
         inputs = await read_all(sources, embedding_input, "embed")
         sent = {"input": inputs, "encoding_format": "base64", "dimensions": dimensions}

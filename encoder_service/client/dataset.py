@@ -99,8 +99,8 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Files below the given folders whose names are not those of items, that are not regular, or
-    that are links to nothing or to a folder. skipped.txt has each one's reason."""
+    """Paths below the given folders that are not items by their names, are not regular files, or
+    are links to nothing or to a folder. skipped.txt has each one's reason."""
 
 
 class EncodeCalls(Protocol):

@@ -74,7 +74,7 @@ class Text:
 
 
 class ProcessorOptions(TypedDict, total=False):
-    """How items are sized and sampled, with the names of transformers' processors.
+    """How items are sized and sampled, with options named as in transformers' processors.
 
     `Client.model()` shows under "processor_kwargs" which of these a model takes, their defaults and
     their largest values.
@@ -162,14 +162,14 @@ class Embedding:
     """Milliseconds of the whole request: "total_ms", and the maximum of each stage."""
 
     def numpy(self) -> npt.NDArray[Any]:
-        """Returns [tokens, width]. bfloat16 and float8_e4m3, which numpy lacks, become float32.
-        Arrays of other dtypes are read-only."""
+        """Returns an array [tokens, width]. bfloat16 and float8_e4m3, which numpy lacks, become
+        float32. Arrays of other dtypes are read-only."""
         data = memoryview(self.rows()).toreadonly()
         return to_array(data, self.dtype, self.shape, self.scales)
 
     def torch(self) -> torch.Tensor:
-        """Returns [tokens, width] on the CPU in its own dtype, but float8_e4m3 becomes bfloat16.
-        Needs torch.
+        """Returns a tensor [tokens, width] on the CPU in its own dtype, but float8_e4m3 becomes
+        bfloat16. Needs torch.
 
         The quantised values are `torch.frombuffer(data, dtype=torch.float8_e4m3fn)`.
         """

@@ -291,7 +291,7 @@ def deep(kind: str, bits: int) -> str:
 
 
 def bits_per_sample(name: str, image: ImageFile) -> int:
-    """The bits of a PNG or TIFF. 8 for other formats."""
+    """Bits per sample of a PNG or TIFF. 8 for other formats."""
     if isinstance(image, TiffImageFile):
         return int(max(image.tag_v2.get(BITS_PER_SAMPLE, (1,))))
     return 16 if name == "PNG" and image.tile and ";16" in str(image.tile[0].args) else 8

@@ -1,6 +1,6 @@
 """Turns the items of a request into Media: fetches URLs, reads headers, checks limits.
 
-Nothing is decoded here. That a file is truncated is found by the actor that decodes it.
+Nothing is decoded here. The actor that decodes a file notices if it is truncated.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Admission:
         self.configure(limits, fetch)
 
     def configure(self, limits: LimitOptions, fetch: FetchOptions) -> None:
-        """Changes the limits for new requests."""
+        """Changes the options for new requests."""
         self.limits = limits
         self.tokens = largest_tokens(self.spec, limits, self.budget)
         self.fetcher = Fetcher(fetch)
@@ -325,8 +325,8 @@ def video_media(
 
 
 def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
-    """Rejects sounds that are too long. transformers' processors cut them to the model's one
-    window."""
+    """Rejects sounds that are too long, which transformers' processors would cut to a model's
+    single window."""
     assert spec.audio
     most = longest_seconds(spec, limits)
     seconds = read_seconds(data, most)

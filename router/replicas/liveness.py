@@ -5,8 +5,8 @@ Serve takes a while to replace it. Therefore a replica that has calls of ours an
 half of `stall_seconds` gets a health check. If it does not pass within the other half, its calls
 are lost, and it gets no new ones until it answers.
 
-A node that is cut off or gone is noticed sooner, because its kernel accepts no connection. The
-kernel of a node whose process is busy or hangs does.
+A node that is cut off or gone is noticed sooner, because its kernel accepts no connection, whereas
+the kernel of a running node does, even for a process that is busy or hangs.
 """
 
 from __future__ import annotations

@@ -121,8 +121,8 @@ class ServeFleet:
         self._heard = heard
 
     def _is_ours(self, replica: Replica) -> bool:
-        """Whether a replica has our model and protocol version. In a rollout, a deployment has
-        replicas of two models or two versions."""
+        """Whether a replica has our model and protocol version. In a rollout, a deployment may have
+        replicas of two models or two protocol versions."""
         fingerprint = replica.metadata.get("fingerprint")
         same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
         return same and replica.endpoint is not None
