@@ -33,7 +33,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Loads the client's names on first use: the service's own processes never need them."""
+    """Imports the client's names on first use, because the service itself never needs them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from encoder_service import client

@@ -1,4 +1,4 @@
-"""The whole wiring on one page. Serve configurations name it: `encoder_service.app:build`."""
+"""Wires the deployments together. Serve configurations import `encoder_service.app:build`."""
 
 from __future__ import annotations
 
@@ -50,27 +50,31 @@ DUMMY = """
 ######################################################################"""
 
 MOST_CACHED = 0.7
-"""Share of the object stores' memory; the rest is for embeddings in transit and references."""
+"""Share of the object stores' memory that caches may fill before a warning is logged. The rest is
+for embeddings in transit and references."""
 
 ONE_LOOP = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
 }
-"""One event loop per replica. By default Serve runs three, so that a blocked one does not stop the
-others, and each call crosses threads twice on its way out and once on its way in."""
+"""Environment for one event loop per replica. By default Serve runs three, so that a blocked loop
+does not stop the others, but each call then crosses threads twice on its way out and once on its
+way in."""
 
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
-"""Environment of ingresses: glibc keeps freed megabytes. By default it gives them back at once, and
-faulting them in again takes longer than copying the rows that are sent."""
+"""Environment of the ingresses that makes glibc keep large freed blocks. By default it returns them
+to the system at once, and faulting them in again takes longer than copying the rows that are
+sent."""
 
 UNBOUNDED = 100_000
-"""Concurrent calls of an encoder: the router limits its load in patches, not in calls."""
+"""Concurrent calls per encoder, in effect unlimited because the router limits load in patches."""
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, from `args` of the configuration.
+    """Builds the application from the `args` of a configuration.
 
-    Raises RayServeException for invalid ones: the only exception that Serve logs without traceback.
+    Raises RayServeException if they are invalid, because it is the only exception that Serve logs
+    without a traceback.
     """
     try:
         options = parse(args)
@@ -78,9 +82,9 @@ def build(args: dict[str, Any]) -> serve.Application:
         check_resources(options, cluster)
         check_object_store(options, cluster)
         spec = read(options.model)
-        # Checked here too: one sentence instead of a traceback in every replica.
+        # Checked here as well, so that the error is one sentence, not a traceback per replica.
         fitted(options, spec)
-        if "replicas" in options.ingress.model_fields_set:  # otherwise perhaps in `deployments`
+        if "replicas" in options.ingress.model_fields_set:  # else `deployments` may set it
             check_scaling(options)
         check_tracing(options.tracing)
         check_transport(options.encoder.transport)
@@ -102,18 +106,18 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve.Application:
     """Encoder <- Router <- Ingress, and Router <- Chat <- Ingress if there is a language model.
-    With pools, an Encoder for each.
+    With pools, there is one Encoder deployment per pool.
 
-    A change of any option restarts every replica, because Serve makes the version of all
-    deployments of an application of its `args`. The `deployments` of a configuration may override
-    what is given here, and by `user_config` some options, without a restart. The ingress has a
-    router in its own process; the Router deployment is for callers in Ray.
+    Changing any option restarts every replica, because Serve derives the version of all deployments
+    of an application from its `args`. The `deployments` of a configuration can override the values
+    given here, and some options through `user_config`, without a restart. The ingress has a router
+    in its own process; the Router deployment is for callers in Ray.
     """
-    # Serve's access log would write a line per inner call, and block for it.
+    # Serve's access log would write a line per internal call, and block meanwhile.
     logs = LoggingConfig(encoding=options.logging.format.upper(), enable_access_log=False)
     one_loop = {"env_vars": ONE_LOOP}
     pools = fitted(options, spec)
-    # Those with the largest budgets decide how large an item may be.
+    # The pool with the largest budgets decides how large an item may be.
     (largest, room), *_ = pools.values()
     pooled = [
         serve.deployment(
@@ -183,7 +187,7 @@ def ray_folder() -> Path:
 
 
 def place(device: DeviceOptions) -> dict[str, Any]:
-    """The resources that each replica asks of Ray."""
+    """The resources that each replica requests from Ray."""
     given: dict[str, Any] = {"num_gpus": device.reserved_gpus, "num_cpus": device.num_cpus}
     if device.accelerator_type:
         given["accelerator_type"] = device.accelerator_type

@@ -1,4 +1,4 @@
-"""The command line: `encoder-service COMMAND`, one file of commands/ for each."""
+"""The command line, `encoder-service COMMAND`. Each command is a file in commands/."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def terminated(number: int, _: FrameType | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. 0: done, 1: it failed and said why, 2: the command line is wrong,
-    128 + signal: it was ended."""
-    # As an exception, so that the servers and clusters that a command started end with it.
-    with suppress(ValueError):  # in another thread than the main one
+    """Runs one subcommand. Exit status: 0 on success, 1 if it failed and said why, 2 for an invalid
+    command line, 128 + signal number if it was terminated."""
+    # SIGTERM raises SystemExit, so that servers and clusters started by the command are stopped.
+    with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, terminated)
     arguments = sys.argv[1:] if arguments is None else arguments
     parser = argparse.ArgumentParser(
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     subcommands = parser.add_subparsers(metavar="COMMAND", required=True)
-    # Only the subcommand that runs is imported: `bench engine` needs neither Ray nor a web server.
+    # Imports only the given subcommand: `bench engine` needs neither Ray nor a web server.
     for name in arguments[:1] if arguments and arguments[0] in COMMANDS else COMMANDS:
         command = import_module(f"encoder_service.commands.{name.replace('-', '_')}")
         command.add(subcommands)

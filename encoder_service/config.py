@@ -1,4 +1,4 @@
-"""The whole configuration: `args` of encoder_service.app:build in a YAML file."""
+"""The configuration: the `args` of encoder_service.app:build in a Serve YAML file."""
 
 from __future__ import annotations
 
@@ -48,62 +48,67 @@ OPEN_FOLDER = (
 )
 
 SECTIONS = {"Encoder": "encoder", "Router": "router", "Ingress": "ingress", "Chat": "llm"}
-"""Our deployments, and the sections of `args` that describe them."""
+"""Our deployments, and the section of `args` that configures each."""
 
 POOL = "Encoder-"
-"""Begins the names of the deployments of `encoder.pools`, which take the place of Encoder."""
+"""Prefix of the names of the deployments of `encoder.pools`, which replace Encoder."""
 
 Host = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-fA-F]{64}$", to_lower=True)]
 
 
 class IngressOptions(Options):
-    """The deployment of the front door: HTTP and gRPC handlers, each with a router."""
+    """The front door's deployment: HTTP and gRPC handlers, with a router in each replica."""
 
     replicas: PositiveInt = 1
     num_cpus: float = Field(0.5, ge=0)
     max_ongoing_requests: PositiveInt = 1000
-    """At a time, over HTTP, and as many over gRPC."""
+    """Maximum concurrent requests per replica over HTTP, and the same number over gRPC."""
     grpc_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]+$")] = "127.0.0.1"
-    """Address to listen on for gRPC; 0.0.0.0: every one of the machine. For HTTP: http_options."""
+    """Address to listen on for gRPC; 0.0.0.0: all addresses. For HTTP, set http_options."""
     grpc_port: int | None = Field(9000, gt=0, lt=2**16)
-    """Every ingress listens there itself; those of one machine share the port. None: no gRPC."""
+    """Every ingress listens on it; those on one machine share the port. None: no gRPC."""
 
 
 class LimitOptions(Options):
-    """What is rejected before anything is decoded."""
+    """Limits on requests and responses. Most are checked before anything is decoded."""
 
     max_body_bytes: PositiveInt = 128 * 2**20
     max_buffered_bytes: PositiveInt = 2 * 2**30
-    """All requests that one ingress replica holds, together, with what it fetches for them; beyond
-    it 429."""
+    """Maximum bytes of all requests that one ingress replica holds at a time, including the files
+    fetched for them. Beyond it, requests are rejected with 429."""
     max_response_bytes: int = Field(2**30, gt=0, le=2_000_000_000)
-    """Of a response's tensors; base64 adds a third. A gRPC message holds less than 2 GiB."""
+    """Maximum bytes of a response's tensors; base64 adds a third. A gRPC message is limited to less
+    than 2 GiB."""
     max_unsent_bytes: PositiveInt = 2 * 2**30
-    """Responses that one ingress replica is sending, together, until their clients have read them;
-    beyond it 429. Over gRPC only those of one message: streams hold a chunk each."""
+    """Maximum bytes of all responses that one ingress replica holds until their clients have read
+    them. Beyond it, requests are rejected with 429. Over gRPC, only responses of one message count,
+    because a stream holds only one chunk."""
     max_items: int = Field(64, gt=0, le=1000)
     max_pixels: int = Field(40_000_000, gt=0, le=178_000_000)
-    """Of one image, as its header declares. Decoding takes up to 16 bytes of memory per pixel,
-    however small the file. Raise it for maps and scans; Pillow's own limit is the maximum."""
+    """Maximum pixels of one image, as its header declares. Decoding takes up to 16 bytes of memory
+    per pixel, however small the file. Raise it for maps and scans; Pillow's own limit is the
+    maximum."""
     max_image_tokens: PositiveInt | None = None
-    """Of one image. None: a request may ask for as many as the largest budget holds."""
+    """Maximum tokens of one image. None: as many as the largest budget holds."""
     max_video_frames: PositiveInt = 20_000
-    """Of a video file, encoded or not: frames between two encoded ones may have to be decoded."""
+    """Maximum frames of a video file, encoded or not, because frames between two encoded ones may
+    have to be decoded."""
     max_video_pixels: PositiveInt = 42_000_000_000
-    """Of all frames of a video up to the last encoded one. It bounds the time of decoding, which
-    depends little on the size of the file. max_video_frames of 1920 x 1080 are below it."""
+    """Maximum pixels of all frames of a video up to the last encoded one. It bounds the decoding
+    time, which depends little on the size of the file. max_video_frames frames of 1920 x 1080 are
+    below it."""
     max_video_seconds: PositiveFloat = 900
     max_video_tokens: PositiveInt = 32_768
-    """Of all encoded frame groups of one video."""
+    """Maximum tokens of one video, over all encoded frame groups."""
     max_audio_seconds: PositiveFloat = 900
-    """Of a sound, for models that take more than one window of it."""
+    """Maximum length of one sound, for models that take more than one window."""
     timeout_seconds: PositiveFloat = 60
     """Default and maximum of a request's timeout_s; also the limit for reading a body."""
 
     @model_validator(mode="after")
     def one_request_fits(self) -> Self:
-        """Otherwise the largest would always get 429, which says to retry."""
+        """Otherwise the largest request would always get 429, which tells the client to retry."""
         if self.max_buffered_bytes < self.max_body_bytes:
             raise ValueError("max_buffered_bytes is less than max_body_bytes: raise it")
         if self.max_unsent_bytes < self.max_response_bytes:
@@ -112,7 +117,7 @@ class LimitOptions(Options):
 
 
 class FetchOptions(Options):
-    """Items given as URLs: rejected unless the host is listed here."""
+    """Fetching of items given as URLs, which are rejected unless their host is listed."""
 
     allow_hosts: tuple[Host, ...] = Field((), strict=False)
     """Host names only: no scheme, port or path."""
@@ -121,7 +126,7 @@ class FetchOptions(Options):
 
 
 class AuthOptions(Options):
-    """Bearer tokens. Empty: everybody has access."""
+    """Bearer tokens. If there are none, everybody has access."""
 
     token_sha256: tuple[Sha256, ...] = Field((), strict=False)
     """Hexadecimal SHA-256 of each token; the configuration never contains the tokens themselves."""
@@ -134,7 +139,7 @@ class LoggingOptions(Options):
 
     format: Literal["text", "json"] = "text"
     access_log: bool = True
-    """One line per request to encode, written by a thread."""
+    """One line per encode, plan, chat or embeddings request, written by a thread."""
 
 
 LlmEngine = Literal["transformers", "vllm"]
@@ -149,26 +154,26 @@ class LlmOptions(DeviceOptions):
     engine: LlmEngine = "transformers"
     """`transformers` generates one completion at a time; `vllm` batches, and must be installed."""
     tensor_parallel_size: PositiveInt = 1
-    """vllm: GPUs of one node that share a replica. Ray reserves as many."""
+    """vllm: GPUs per replica, all on one node. Ray reserves as many."""
     engine_args: dict[str, Any] = Field({})
-    """vllm: more of AsyncEngineArgs, such as `gpu_memory_utilization`."""
+    """vllm: further AsyncEngineArgs, such as `gpu_memory_utilization`."""
     model: ModelOptions | None = None
-    """None: the service's own `model`. Only its language model is loaded, not its tower, so that
-    its `images_kwargs` and `videos_kwargs` have no effect."""
+    """None: the service's own `model`. Only its language model is loaded, not its tower, so its
+    `images_kwargs` and `videos_kwargs` have no effect."""
     max_ongoing_requests: PositiveInt | None = None
-    """Per replica. None: 4 with transformers, where one generates and the others are tokenised and
-    encoded, and wait; 256 with vllm."""
+    """Per replica. None: 256 with vllm; 4 with transformers, where one request generates while the
+    others are tokenised and encoded, and then wait."""
     max_queued_requests: PositiveInt = 64
-    """Waiting in one ingress replica while all replicas are full; beyond it 429."""
+    """Requests that wait in one ingress replica while all replicas are full. Beyond it, 429."""
     max_model_len: PositiveInt | None = None
     """Maximum prompt plus completion length in tokens. None: the model's own maximum."""
     default_max_tokens: PositiveInt = 512
     """Completion limit for requests that set no `max_tokens`."""
     video_pruning_rate: float = Field(0.0, ge=0, lt=1)
-    """The share of each video's rows that is dropped before they are read, where little changes
-    (Efficient Video Sampling), as with vLLM's option of this name."""
+    """Share of each video's rows that is dropped before the language model reads them, where little
+    changes (Efficient Video Sampling). Same as vLLM's option of this name."""
     timeout_seconds: PositiveFloat = 120
-    """From the body of a request to its last token."""
+    """Time limit from the body of a request to its last token."""
 
     @property
     def ongoing_requests(self) -> int:
@@ -219,12 +224,13 @@ LIVE: dict[str, dict[str, Collection[str]]] = {
     },
     "Router": {"router": LIVE_KEYS},
 }
-"""By deployment and section, the keys that its `user_config` changes without a restart. The two of
-the limits size gRPC's server when it starts."""
+"""The keys that a deployment's `user_config` can change without a restart, by deployment and
+section. The two limits left out size the gRPC server when it starts."""
 
 
 def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float]:
-    """What all deployments request from Ray, with the least or the most encoders."""
+    """The resources that all deployments request from Ray, with the minimum number of encoders or,
+    with `most`, the maximum."""
     devices: list[tuple[DeviceOptions, int]] = []
     for one in (each.encoder for each in encoders(options).values()):
         devices.append((one, one.most_replicas if most else one.least_replicas))
@@ -243,14 +249,14 @@ def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float
 
 
 def parse(args: Mapping[str, Any]) -> ServiceOptions:
-    """The options. Raises ConfigError, which names every wrong key."""
+    """Parses the options. Raises a ConfigError that names every wrong key."""
     options = validated(ServiceOptions, args)
     encoders(options)
     return options
 
 
 def encoders(options: ServiceOptions) -> dict[str, ServiceOptions]:
-    """The options of each deployment of encoders: those of each pool, or of the service itself.
+    """The options of each encoder deployment: one per pool or, without pools, the service's own.
 
     Raises ConfigError.
     """
@@ -269,7 +275,7 @@ def encoders(options: ServiceOptions) -> dict[str, ServiceOptions]:
 
 @contextmanager
 def naming(deployment: str) -> Iterator[None]:
-    """Says in a ConfigError which pool it is about."""
+    """Adds the pool's name to a ConfigError."""
     try:
         yield
     except ConfigError as error:
@@ -279,7 +285,7 @@ def naming(deployment: str) -> Iterator[None]:
 
 
 def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
-    """What one pack holds. Raises ConfigError for options that do not fit the model."""
+    """The capacity of one pack. Raises ConfigError for options that do not fit the model."""
     room = model_capacity(options.graphs, spec)
     options.block_form(fast=spec.fast_blocks)
     if options.graphs.precision == "fp8":
@@ -299,7 +305,7 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
 
 
 def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceOptions, Capacity]]:
-    """Options and packs of each deployment of encoders, that with the largest budgets first.
+    """The options and pack capacity of each encoder deployment, the largest budgets first.
 
     Raises ConfigError for options that do not fit the model.
     """
@@ -311,7 +317,8 @@ def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceO
 
 
 def check_scaling(options: ServiceOptions) -> None:
-    """Raises ConfigError if the encoders would never have work enough for the most of them."""
+    """Raises ConfigError if the ingresses admit too few patches for autoscaling to reach its
+    maximum."""
     most = options.router.max_outstanding_patches
     for scaling in (one.encoder.autoscaling for one in encoders(options).values()):
         if scaling is None or scaling.target_seconds:
@@ -327,8 +334,8 @@ def check_scaling(options: ServiceOptions) -> None:
 
 
 def is_open(folder: Path) -> bool:
-    """Whether other users, of its group or any, may enter a folder of Ray's: neither it nor one
-    above it keeps them out. Ray lets all enter a folder that it makes.
+    """Whether other users can enter one of Ray's folders, because the mode of the folder and of all
+    its parents lets the group or everybody in. Folders that Ray creates do.
 
     False in a pod, which has no other users.
     """
@@ -342,11 +349,11 @@ def is_open(folder: Path) -> bool:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """A Serve configuration file, with its list of applications. Raises ConfigError."""
+    """Reads a Serve configuration file, which has a list of applications. Raises ConfigError."""
     try:
         document: dict[str, Any] = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeError, yaml.YAMLError) as error:
-        # Only the reason of an OSError: its text would name the file again.
+        # Only the reason of an OSError, because its text would name the file again.
         raise ConfigError(f"{path}: {getattr(error, 'strerror', None) or error}") from error
     applications = document.get("applications") if isinstance(document, dict) else None
     if not isinstance(applications, list) or not all(isinstance(one, dict) for one in applications):
@@ -368,8 +375,8 @@ def is_ours(application: Mapping[str, Any]) -> bool:
 
 
 def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceOptions:
-    """The options with what Serve prefers of the application's `deployments`: counts, and the
-    `user_config` of Ingress.
+    """The options, overridden by the application's `deployments` as Serve does: replica counts, and
+    the `user_config` of Ingress.
 
     Raises ConfigError.
     """
@@ -410,7 +417,7 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
 
 
 def scaled(options: ServiceOptions) -> dict[str, Any]:
-    """The options of each deployment that has a count, by its name."""
+    """The options of each deployment that has a replica count, by the deployment's name."""
     pools = {POOL + pool.name: pool for pool in options.encoder.pools}
     return pools | {
         name: getattr(options, key)

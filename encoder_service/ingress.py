@@ -1,4 +1,4 @@
-"""The front door's deployment: HTTP and gRPC around one Service, with a Router in its process."""
+"""The front door's deployment: HTTP and gRPC around one Service, and a Router in the process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from router.router import Router
 
 @serve.ingress()
 class Ingress:
-    """HTTP through Serve's proxy; gRPC on a port of its own, because Serve's proxies copy rows."""
+    """HTTP through Serve's proxy, and gRPC on its own port because Serve's proxies copy rows."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Ingress:
         self.router = Router(
             encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
         )
-        # `options` connects a handle now: later, while the head is away, that would block.
+        # `options` connects a handle now. Later, with the head node down, that would block.
         asked = [handle.options() for handle in encoders]
         others = [handle.options() for handle in (router, own, chat) if handle]
         self.options = options
@@ -75,7 +75,7 @@ class Ingress:
             self.chat = ChatService(options.llm, llm, self.service.admission, ChatFleet(chat))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Called by Serve once, after the constructor."""
+        """Serve calls this once, after the constructor."""
         app = http.build(self.service, self.lifespan if self.options.ingress.grpc_port else None)
         embeddings.add(app, self.service)
         if self.chat:
@@ -84,12 +84,12 @@ class Ingress:
 
     @asynccontextmanager
     async def lifespan(self, _: FastAPI) -> AsyncIterator[None]:
-        """Serves gRPC as long as Serve has the application run."""
+        """Serves gRPC while the application runs."""
         async with grpc.serving(self.service, self.options.ingress, self.owner):
             yield
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Serve calls it with the deployment's `user_config`, at start and when that changes."""
+        """Serve calls this with the deployment's `user_config`, at start and when it changes."""
         with refused(running=self.running):
             options = updated(self.options, user_config, LIVE["Ingress"])
             fit(options, self.spec)
@@ -97,7 +97,7 @@ class Ingress:
             self.router.configure(options.router)
 
     async def check_health(self) -> None:
-        """Serve calls it when the start is complete, and then periodically."""
+        """Serve calls this once the replica has started, and then periodically."""
         self.running = True
 
     def scrape(self) -> tuple[str, str]:
@@ -109,7 +109,7 @@ class Ingress:
 
 
 class RouterBackend:
-    """service.Backend over a router in this process, which saves each request a hop."""
+    """A service.Backend over a router in this process, which saves a hop per request."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class RouterBackend:
 
 
 class ChatFleet:
-    """llm.http.ChatBackend over a Serve handle, which picks the least busy replica."""
+    """An llm.http.ChatBackend over a Serve handle, which picks the least busy replica."""
 
     def __init__(self, chat: DeploymentHandle) -> None:
         self.handle = chat

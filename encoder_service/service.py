@@ -1,6 +1,7 @@
 """The calls behind both protocols: authorize, admit, encode, write the response document.
 
-Knows neither Ray, HTTP nor gRPC. The fleet of encoders is a `Backend`; ingress.py has the real one.
+Knows nothing of Ray, HTTP or gRPC. The fleet of encoders is a `Backend`, which ingress.py
+implements.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import Document
 
 FETCH_SECONDS = 10.0
-"""Limit for fetching or releasing an id, if limits.timeout_seconds is not lower: the replica that
-keeps it may be cut off."""
+"""Time limit for fetching or releasing an id, unless limits.timeout_seconds is lower. The replica
+that keeps it may be unreachable."""
 
 STATUS_SECONDS = 1.0
-"""Maximum age of the status: replicas are asked this often, however many clients look."""
+"""Maximum age of the status. Replicas are asked at most this often, however many clients look."""
 
 
 class Backend(Protocol):
@@ -55,15 +56,16 @@ class Backend(Protocol):
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
-        """An answer per item, in order: its data as an array, or kept if `reference`."""
+        """One answer per item, in order. With `reference`, embeddings are kept and have an id;
+        otherwise their data is an array."""
 
     def stream(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """Position and answer of each item as soon as it is ready."""
+        """Yields the position and answer of each item as soon as it is ready."""
 
     async def fetch(self, reference: str) -> Kept:
-        """What is kept under an id, its data as an array. Raises NotFound."""
+        """What is kept under an id, with its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None: ...
 
@@ -107,11 +109,11 @@ class Service:
             "ready_replicas": backend.ready_replicas
         }
         """What /readyz reports; each raises Unavailable if it is not ready."""
-        # /metrics needs no token: requests that arrive together share one scrape of the fleet.
+        # /metrics needs no token, so concurrent requests share one scrape of the fleet.
         self.scrape = SingleFlight(backend.scrape, 0)
 
     def configure(self, options: ServiceOptions) -> None:
-        """Applies what can be changed while the service runs to what comes next.
+        """Applies the options that can change while the service runs to new requests.
 
         Raises ConfigError, and then changes nothing.
         """
@@ -160,9 +162,10 @@ class Service:
         exchange: Exchange,
         take: Take,
     ) -> AsyncGenerator[Document]:
-        """The document of each item, with its timings, as soon as it is ready. Raises as `encode`.
+        """Yields each item's document, with its timings, as soon as it is ready.
 
-        The deadline covers the waiting done here, not the time that the consumer takes.
+        The deadline covers the time spent waiting here, not the time that the consumer takes.
+        Raises as `encode` does.
         """
         started = time.perf_counter()
         deadline, admitted, media = await self._admit(items, options, exchange, take)
@@ -192,7 +195,7 @@ class Service:
         exchange: Exchange,
         take: Take,
     ) -> Document:
-        """What the items would cost, from their headers alone; asks no replica.
+        """What the items would cost, from their headers alone. Asks no replica.
 
         Raises as `encode` does.
         """
@@ -204,7 +207,7 @@ class Service:
         return head(self.spec) | {"items": plans}
 
     async def fetch(self, reference: str, request_id: str) -> Document:
-        """The response document of the item that is kept under an id. Raises NotFound."""
+        """The response document of the item kept under an id. Raises NotFound."""
         started = time.perf_counter()
         deadline = Deadline(self.fetch_seconds, "try again, or encode the item again")
         kept = await deadline.keep(self.backend.fetch(reference))
@@ -227,9 +230,10 @@ class Service:
         exchange: Exchange,
         take: Take,
     ) -> tuple[Deadline, list[Media | ServiceError], list[Media]]:
-        """The deadline, each item's media or error, and the media alone.
+        """Returns the deadline, each item's media or error, and the media alone.
 
-        With on_error `fail` the first error is raised. Raises InvalidOption for a long deadline.
+        With on_error `fail`, raises the first error. Raises InvalidOption if the timeout is over
+        the limit.
         """
         most = self.limits.timeout_seconds
         seconds = most if options.timeout_s is None else options.timeout_s
@@ -254,7 +258,7 @@ class Service:
         options: RequestOptions,
         exchange: Exchange,
     ) -> Document:
-        """An item's document. With on_error `fail` its error is raised."""
+        """An item's document. With on_error `fail`, raises its error instead."""
         if isinstance(answer, ServiceError) and options.on_error == "fail":
             raise AtItem(index, answer)
         return item_document(self.spec, index, item.type, media, answer, exchange.request_id)

@@ -1,1 +1,1 @@
-"""Which replica encodes which item. Imports actors, never encoder_service."""
+"""Decides which replica encodes which item. Imports actors, never encoder_service."""

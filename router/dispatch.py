@@ -1,8 +1,8 @@
-"""From the items of a request to their answers: admit, wait, plan, send, retry what was lost.
+"""From the items of a request to their answers: admit, queue, plan, send, retry what was lost.
 
-The methods are in the order in which an item passes. Identical items in flight are encoded once,
-however many requests wait for them. While the replicas have enough to do, requests wait here, where
-small ones pass large ones.
+The methods are in the order in which an item passes through them. Identical items in flight are
+encoded once, however many requests wait for them. While the replicas have enough to do, requests
+wait here, where small ones overtake large ones.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from router.replicas.liveness import Liveness
 
 logger = logging.getLogger("ray.serve")
 
-POLL_SECONDS = 0.02  # between two checks whether there is a replica now
-WATCH_SECONDS = 0.5  # between two checks whether a new replica has room for what waits
+POLL_SECONDS = 0.02  # between checks for a first replica
+WATCH_SECONDS = 0.5  # between checks whether new replicas have room for waiting requests
 TOLD_SECONDS = 0.1
-"""Between two counts of what waits for a replica, where there are several pools."""
+"""With several pools, how long a count of the patches that wait for a replica is reused."""
 BACKOFF_SECONDS = 0.1
-"""Before replicas that all failed are tried again. Doubles with each loss."""
+"""Wait before replicas that have all failed are tried again. Doubles with each loss."""
 MARGIN_SECONDS, MARGIN_FRACTION = 0.05, 0.1
-"""How much earlier than the caller a replica gives up late items, so that the other items of the
-call arrive in time; at most this fraction of the time that is left."""
+"""How long before the caller's deadline a replica times out late items, so that the other items of
+the call arrive in time. At most this fraction of the time that is left."""
 ITEM_PATCHES = 1000
-"""Sending and decoding an item takes about as long as encoding so many patches."""
+"""Sending and decoding an item takes about as long as encoding this many patches."""
 MAX_LONE_DEATHS = 2
 """An item is rejected when this many replicas died while it was the only item of their call."""
 
 
 Key = tuple[tuple[str, ...], Dtype, bool]
-"""What decides an embedding and where it is: the item's identity, the dtype, and whether the rows
-may stay on the device."""
+"""What determines an embedding and where it is: the item's identity, the dtype, and whether the
+rows may stay on the device."""
 
 
 def key(media: Media, dtype: Dtype) -> Key:
@@ -56,29 +56,29 @@ def key(media: Media, dtype: Dtype) -> Key:
 
 @dataclass(slots=True, eq=False)
 class InFlightItem:
-    """One item from its admission to its answer. It goes on while any request waits for it."""
+    """One item from its admission to its answer. Several requests may wait for it."""
 
     media: Media
     dtype: Dtype
     reservation: Reservation
     deadline: float
-    """Of the most patient request, in seconds of the loop's clock."""
+    """Latest deadline of the requests that wait for it, in seconds of the event loop's clock."""
     keep: bool = False
-    """Its replica keeps its embedding, under an id that is one request's alone."""
+    """Its replica keeps the embedding under an id that belongs to one request only."""
     early: bool = False
-    """It is wanted before the others of its call are done."""
+    """Its answer is wanted before the other items of its call are done."""
     answer: asyncio.Future[Answer] = field(default_factory=asyncio.Future)
     waiting: int = 0
-    """Requests that wait for it; a request counts once for each of its places."""
+    """How many requests wait for it. A request counts once for each of the item's positions."""
     losses: int = 0
-    """Replicas that were lost while they had it."""
+    """How many replicas were lost while they had it, or refused it."""
     lone_deaths: int = 0
-    """Of these, replicas that died while it was the only item of its call."""
+    """How many of these died while it was the only item of its call."""
     origin: Origin = field(default_factory=ORIGIN.get)
     """The request that asked for it first."""
     call: ShardCall | None = None
-    """None before it is sent. Dropped with the answer, or it would keep the embeddings of others
-    alive."""
+    """None before it is sent. Cleared with the answer, because it would keep the embeddings of
+    other items alive."""
 
     @property
     def unsent(self) -> bool:
@@ -99,11 +99,11 @@ class ShardCall:
 
 @dataclass(slots=True, eq=False)
 class WaitingRequest:
-    """Items that are sent together. Those that another request needs too are sent by the first."""
+    """Items that are sent together. An item of several requests is sent with the first of them."""
 
     items: list[InFlightItem]
     tokens: tuple[int, ...] = field(init=False)
-    """The most that one of them needs on each path."""
+    """The largest number of tokens that one of the items needs, per path."""
     patches: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -132,7 +132,7 @@ class Dispatcher:
         self._costs: Mapping[str, Cost | None] = {}
         self._pools = Pools({})
         self._told: dict[str, tuple[float, float]] = {}
-        """When each replica was told how much waits for it, and how much."""
+        """When each replica was last told how much waits for it, and what it was told."""
         self._joinable: dict[Key, InFlightItem] = {}
         """Items in flight that other requests may join."""
         self._queue = FairQueue[WaitingRequest]()
@@ -145,7 +145,7 @@ class Dispatcher:
         fleet.listen(lambda replica, work: self.ledger.hear(replica, work, now()))
 
     def configure(self, options: RouterOptions, plan: Plan) -> None:
-        """Applies to what comes next. Not live: `stall_seconds`."""
+        """Changes the options for new requests. `stall_seconds` stays as it was."""
         if options.cache_affinity != self._options.cache_affinity:
             self._affinity = CacheAffinity(self._cache_max_bytes if options.cache_affinity else 0)
         self._options = options
@@ -163,12 +163,12 @@ class Dispatcher:
         early: bool = False,
         keep: bool = False,
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """(Position, answer) of every item once, as they come. Close it when you stop before.
+        """Yields (position, answer) of each item once, as answers arrive. Close it to stop early.
 
-        The items of a replica come together, in one call; `early`: each as soon as it is done.
-        `keep`: their replicas keep the embeddings, and answers have ids in place of data.
-        Items that fail are answered with their error. Raises Overloaded, TooLarge, or Unavailable
-        where there is no replica: then nothing was begun.
+        The answers of a replica arrive together, at the end of its call; with `early`, each arrives
+        as soon as it is ready. With `keep`, the replicas keep the embeddings, and answers have ids
+        instead of data. Items that fail are answered with their error. Raises Overloaded or
+        TooLarge, or Unavailable if there is no replica; in these cases no item was sent.
         """
         deadline = now() + timeout_seconds
         await self._any_replica(deadline)
@@ -201,9 +201,9 @@ class Dispatcher:
                 self._leave(item)
 
     def check_room(self) -> None:
-        """Raises Overloaded if any new item would be refused now. Costs next to nothing.
+        """Raises Overloaded if any new item would be rejected now. Costs next to nothing.
 
-        Called before a body is read, so that one that would be refused is not read.
+        Called before a body is read, so that bodies of rejected requests are not read.
         """
         if self.refresh():
             with self._metrics.rejections.count_exceptions(Overloaded):
@@ -222,7 +222,7 @@ class Dispatcher:
         return reports
 
     async def _any_replica(self, deadline: float) -> None:
-        """Waits a little for the first replica; then raises Unavailable."""
+        """Waits up to `replica_wait_seconds` for a first replica, then raises Unavailable."""
         give_up = min(deadline, now() + self._options.replica_wait_seconds)
         while not self.refresh():
             if now() >= give_up:
@@ -230,7 +230,8 @@ class Dispatcher:
             await asyncio.sleep(POLL_SECONDS)
 
     def _takers(self, items: Sequence[InFlightItem]) -> list[tuple[list[InFlightItem], list[str]]]:
-        """Items, with the replicas to plan them over; the items that fewest pools take first."""
+        """Groups items by the replicas to plan them over. Items that the fewest pools can take come
+        first."""
         self.refresh()
         found: dict[Sizes, list[InFlightItem]] = {}
         for item in items:
@@ -241,11 +242,12 @@ class Dispatcher:
         return self._pools.taking(item.media.plan.least_tokens)
 
     def _of(self, sizes: Sizes) -> list[str]:
-        """The sound replicas of these pools."""
+        """The usable replicas of these pools: see `_sound`."""
         return self._sound(self._pools.replicas(sizes))
 
     def _sound(self, replicas: list[str]) -> list[str]:
-        """Those that did not fail recently; if all did, those that answer; else all."""
+        """The replicas that did not fail recently; if all did, those that answer; if none does,
+        all."""
         silent, time = self._liveness.silent, now()
         for replica in silent:
             self.ledger.exclude(replica, time)
@@ -256,9 +258,9 @@ class Dispatcher:
     def _admit(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool, early: bool
     ) -> list[InFlightItem]:
-        """The item in flight for each place of a request.
+        """Returns the item in flight for each position of a request.
 
-        Items to be kept are not coalesced: each place gets an id of its own.
+        Items to be kept are not coalesced, because each position gets its own id.
         """
         if keep or not self._options.coalesce:
             items = self._reserve(media, dtype, deadline, keep=keep)
@@ -279,7 +281,7 @@ class Dispatcher:
     def _reserve(
         self, media: Sequence[Media], dtype: Dtype, deadline: float, *, keep: bool
     ) -> list[InFlightItem]:
-        """New items, all admitted or none."""
+        """Creates new items. Admits all of them or none."""
         with self._metrics.rejections.count_exceptions(Overloaded):
             reservations = self.ledger.admit([one.plan.work for one in media], now())
         return [
@@ -288,10 +290,10 @@ class Dispatcher:
         ]
 
     def _send_waiting(self) -> None:
-        """Sends waiting requests while the replicas that take them need more to be busy.
+        """Sends waiting requests while the replicas that can take them need more work.
 
-        A request whose replicas have enough to do keeps them from the requests behind it, and does
-        not hold up those that other replicas take.
+        A request whose replicas have enough to do stays in the queue, and later requests do not get
+        these replicas. Later requests that other replicas can take are still sent.
         """
         usable = self._sound(list(self.refresh()))
         kept: set[str] = set()
@@ -317,7 +319,8 @@ class Dispatcher:
         return self.ledger.has_room({replica: self._costs.get(replica) for replica in replicas})
 
     async def _watch_for_room(self) -> None:
-        """For replicas that come while no call ends and no request arrives."""
+        """Sends waiting requests to replicas that appear while no call ends and no request
+        arrives."""
         while self._queue:
             await asyncio.sleep(WATCH_SECONDS)
             self._send_waiting()
@@ -325,9 +328,11 @@ class Dispatcher:
     def _launch(
         self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool = False
     ) -> None:
-        """Plans items over the replicas that take them, without `kept` ones if there are others.
-        Items that none takes are Unavailable: waiting, they would take the room of other items.
-        Without any replica they wait a little."""
+        """Plans items over the replicas that can take them, avoiding `kept` ones if possible.
+
+        Items that no replica can take fail with Unavailable, because while they waited they would
+        take up the room of other items. If there is no replica at all, items wait a little.
+        """
         for some, replicas in self._takers(items):
             if replicas:
                 free = [replica for replica in replicas if replica not in kept]
@@ -349,11 +354,11 @@ class Dispatcher:
     def _plan_over(
         self, replicas: Sequence[str], items: Sequence[InFlightItem], *, singly: bool
     ) -> None:
-        """Plans items over these replicas, and sends each replica its shard; `singly`: item by
-        item, to find the one that ends replicas."""
+        """Plans items over these replicas, and sends each replica its shard. With `singly`, sends
+        one item per call, to find the one that kills replicas."""
         media = [item.media for item in items]
         near = self._fleet.near()
-        # Where loads are equal, plans take the earlier one.
+        # If loads are equal, plans choose the earlier replica.
         in_turn = sorted(replicas, key=lambda one: (one not in near, self.ledger.turn(one)))
         known = {replica: self._costs.get(replica) for replica in in_turn}
         groups = self.ledger.groups([one.plan.work for one in media], known, now())
@@ -375,11 +380,11 @@ class Dispatcher:
         call = ShardCall(items, task)
         for item in items:
             item.call = call
-        # Not in `work`: a task that is cancelled before its first step runs none of it.
+        # Not in `work`, because a task that is cancelled before its first step runs none of it.
         task.add_done_callback(partial(self._ended, call))
 
     async def _call(self, replica: str, items: Sequence[InFlightItem]) -> None:
-        """One call to a replica. What it leaves without an answer is retried on other replicas."""
+        """Calls a replica. Items that the call leaves without an answer are retried."""
         ORIGIN.set(items[0].origin)
         deadline = max(item.deadline for item in items)
         left = max(0.0, deadline - now())
@@ -467,14 +472,14 @@ class Dispatcher:
                 self._complete(item, Unavailable(reason))
 
     def _unanswered(self, items: Sequence[InFlightItem]) -> list[InFlightItem]:
-        """Items without an answer that a request waits for. Cancels those that none waits for."""
+        """The items without an answer that requests wait for. Cancels those without a request."""
         for item in items:
             if not item.waiting:
                 self._complete(item, None)
         return [item for item in items if not item.answer.done()]
 
     async def _retry(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
-        """Plans items again, over the replicas that are available by now."""
+        """Plans items again, after a backoff if all of their replicas failed recently."""
         for item in items:
             self.ledger.assign(item.reservation, None)
         over = [replica for _, replicas in self._takers(items) for replica in replicas]
@@ -485,10 +490,11 @@ class Dispatcher:
         self._launch(wanted, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
-        """One request fewer waits. Cancels the call when nobody waits for any of its items.
+        """Removes a request that no longer waits. Cancels the call if none waits for any of its
+        items.
 
-        An item that nobody waits for stays in flight, and can be joined again, as long as another
-        item keeps its call alive.
+        An item without waiting requests stays in flight, and can be joined again, as long as
+        another item keeps its call alive.
         """
         item.waiting -= 1
         if (call := item.call) is None:  # it has its answer, or was not sent
@@ -502,7 +508,7 @@ class Dispatcher:
             self._complete(companion, None)
 
     def _ended(self, call: ShardCall, task: asyncio.Task[None]) -> None:
-        """Leaves no item of a call without an answer, whatever ended its task."""
+        """Completes the items of a call that have no answer, whatever ended its task."""
         error: ServiceError = Unavailable("the router is stopping; try again")
         if not task.cancelled() and (failure := task.exception()):
             logger.error("a shard failed", exc_info=failure)
@@ -510,12 +516,13 @@ class Dispatcher:
         for item in call.items:
             if item.call is call:  # otherwise another call has it now
                 self._complete(item, error)
-        # All replicas first, because it costs less than to find those that can be used.
+        # Checks all replicas first, which costs less than finding the usable ones.
         if self._queue and (not self._reports or self._room(self._reports)):
             self._send_waiting()
 
     def _complete(self, item: InFlightItem, answer: Answer | None) -> None:
-        """Ends an item with its answer; None: no request wants one. A second call does nothing."""
+        """Completes an item; `answer` is None if no request wants one. A second call does
+        nothing."""
         if item.answer.done():
             return
         if answer is None:

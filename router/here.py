@@ -1,6 +1,6 @@
-"""Encode and read the embeddings in this process. Rows that are lost on the way are encoded again.
+"""Encodes items and reads their embeddings in this process. Rows lost on the way are encoded again.
 
-`Router.encode` alone gives references to shared memory, for callers that hand them on.
+`Router.encode` itself returns references to shared memory, for callers that pass them on.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Encode = Callable[[list[Media], Dtype, float], Awaitable[list[Answer]]]
 """`Router.encode`, or `.encode.remote` of a handle to the Router deployment."""
 
 ATTEMPTS = 3
-"""How often an item is encoded at most, if its embedding is lost before it is read."""
+"""How many times an item is encoded at most if its embedding is lost before it is read."""
 
 
 class Reader(Protocol):
     """Reads rows from an encoder's device: actors.store.nixl.Receiver."""
 
     async def here(self, embedding: Embedding) -> Embedding:
-        """The same with its data in this process. Raises EmbeddingLost."""
+        """The embedding with its data in this process. Raises EmbeddingLost."""
 
 
 async def encode_here(
@@ -36,11 +36,12 @@ async def encode_here(
     timeout_seconds: float,
     reader: Reader | None = None,
 ) -> list[Answer]:
-    """The answers in the order of `media`; the data of embeddings are read-only arrays.
+    """Returns the answers in the order of `media`. Embeddings have their data as read-only arrays.
 
         answers = await encode_here(handle.encode.remote, media, "bfloat16", 60)
 
-    `reader`: moves rows that stayed on the encoder's device to its own. Raises as `Router.encode`.
+    `reader` moves rows that stayed on the encoder's device to its own device. Raises as
+    `Router.encode` does.
     """
     if reader:
         media = [replace(one, on_device=True) for one in media]

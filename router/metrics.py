@@ -58,10 +58,10 @@ class RouterMetrics:
             self.patches.labels(replica).inc(patches)
 
     def render(self, own: Mapping[str, int], waiting: int) -> str:
-        """Prometheus text, from any thread. `own`: patches on each replica that there is.
-        `waiting`: those on none.
+        """Returns Prometheus text. May be called from any thread. `own`: patches on each existing
+        replica. `waiting`: patches on none.
 
-        Series of replicas that are gone are removed, so that labels do not grow.
+        Series of replicas that are gone are removed, so that labels do not accumulate.
         """
         with self._rendering:
             self.waiting_patches.set(waiting)

@@ -18,24 +18,26 @@ class RouterOptions(Options):
     num_cpus: float = Field(0.5, ge=0)
     policy: Policy = "largest_first"
     max_outstanding_patches: PositiveInt = 1_000_000
-    """Patches in flight through one router; beyond it requests are refused with Overloaded."""
+    """Maximum patches in flight through one router. Beyond it, requests fail with Overloaded."""
     max_queue_seconds: float = Field(20, gt=0)
-    """Requests are refused with Overloaded while the queue before them takes longer, at the recent
-    throughput of this router's items, and no replica is idle."""
+    """Requests fail with Overloaded while the queue ahead of them would take longer than this, at
+    the recent throughput of this router's items, and no replica is idle."""
     max_attempts: PositiveInt = 4
-    """An item is Unavailable after this many replicas were lost while they had it, or refused
-    it."""
+    """An item fails with Unavailable after this many replicas were lost while they had it, or
+    refused it."""
     exclude_seconds: float = Field(5, ge=0)
     """How long a replica that was lost, or refused a call, gets no new work from this router."""
     stall_seconds: float = Field(10, gt=0)
     """A replica that answers no call for half of this time, and then no health check for the other
-    half, is given up: its items are retried elsewhere, and it gets no new ones until it answers."""
+    half, counts as lost: its items are retried elsewhere, and it gets no new ones until it
+    answers."""
     replica_wait_seconds: float = Field(5, ge=0)
-    """How long work waits for a replica when there is none, before it is Unavailable."""
+    """How long work waits when there is no replica, before it fails with Unavailable."""
     coalesce: bool = True
     """Identical items in flight are encoded once."""
     cache_affinity: bool = True
-    """An item goes to the replica whose cache should hold it, unless that has much more to do."""
+    """An item goes to the replica whose cache should hold it, unless that replica is much
+    busier."""
 
 
 class RouterSection(Options):
@@ -43,4 +45,4 @@ class RouterSection(Options):
 
 
 LIVE_KEYS = RouterOptions.model_fields.keys() - {"replicas", "num_cpus", "stall_seconds"}
-"""Can be changed while a router runs."""
+"""Options that can be changed while a router runs."""

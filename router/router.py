@@ -1,7 +1,7 @@
-"""The Router: in the ingress process, and a Serve deployment for callers inside Ray.
+"""The Router, which runs in each ingress process and as a Serve deployment for callers inside Ray.
 
-Each router plans the requests that reach it; several of them stay in balance through what replicas
-report.
+Each router distributes the requests that reach it. Several routers stay in balance through the
+loads that replicas report.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ReplicaStatus:
     """One encoder replica, as this router knows it."""
 
     replica: str
-    metadata: Mapping[str, Any]  # what it said about itself when it became ready
+    metadata: Mapping[str, Any]  # what it reported about itself when it became ready
     own_patches: int  # outstanding patches that this router sent
     reported_patches: int  # outstanding patches of all routers, about a second old
     excluded: bool  # it failed recently and gets no new work
@@ -41,7 +41,7 @@ class ReplicaStatus:
 @dataclass(frozen=True, slots=True)
 class RouterStatus:
     replicas: tuple[ReplicaStatus, ...]
-    """Serve has replicas once all their graphs are captured."""
+    """Serve lists a replica once all its graphs are captured."""
     outstanding_patches: int
 
 
@@ -56,10 +56,8 @@ class Router:
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
     ) -> None:
-        """`encoders`: each deployed with PinnedRequestRouter. `cache_max_bytes`: of each replica's
-        cache.
-
-        `fingerprint`: of the model; replicas of another model are not used.
+        """`encoders`: handles of deployments with PinnedRequestRouter. `fingerprint`: the model's;
+        replicas of another model are not used. `cache_max_bytes`: size of each replica's cache.
         """
         name_requests()
         self._options = options
@@ -71,7 +69,7 @@ class Router:
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
 
     async def reconfigure(self, user_config: Any) -> None:
-        """Serve calls it with the deployment's `user_config`, at start and when that changes."""
+        """Serve calls this with the deployment's `user_config`, at start and when it changes."""
         with refused(running=self._running):
             found = updated(RouterSection(router=self._options), user_config, {"router": LIVE_KEYS})
             self.configure(found.router)
@@ -80,7 +78,7 @@ class Router:
         self._dispatcher.configure(options, POLICIES[options.policy](Random()))
 
     async def check_health(self) -> None:
-        """Serve calls it when the start is complete, and then periodically."""
+        """Serve calls this once the replica has started, and then periodically."""
         self._running = True
 
     async def encode(
@@ -91,12 +89,13 @@ class Router:
         origin: Origin | None = None,
         keep: bool = False,
     ) -> list[Answer]:
-        """The answers in the order of `media`; items that fail are answered with their error.
+        """Returns the answers in the order of `media`. Items that fail are answered with their
+        error.
 
         Embeddings above a megabyte are references to shared memory, which here.py reads.
-        `origin`: the request, where the caller is another process. `keep`: the replicas keep the
-        embeddings for a while; answers have no data, but an id in `reference`. Raises Overloaded,
-        TooLarge or Unavailable when the request as a whole is refused.
+        `origin` identifies the request if the caller is another process. With `keep`, the replicas
+        keep the embeddings for a while, and answers have an id in `reference` instead of data.
+        Raises Overloaded, TooLarge or Unavailable if the request as a whole is rejected.
         """
         if origin is not None:
             ORIGIN.set(origin)
@@ -114,26 +113,26 @@ class Router:
         timeout_seconds: float = 60,
         keep: bool = False,
     ) -> AsyncGenerator[tuple[int, Answer]]:
-        """(Position, answer) of every item, as they come. Raises as `encode` does."""
+        """Yields (position, answer) of each item as soon as it is ready. Raises as `encode`."""
         answers = self._dispatcher.answers(media, dtype, timeout_seconds, early=True, keep=keep)
         async with aclosing(answers):
             async for position, answer in answers:
                 yield position, answer
 
     def check_room(self) -> None:
-        """Raises Overloaded if `encode` would refuse any new item now. Costs next to nothing."""
+        """Raises Overloaded if `encode` would reject any new item now. Costs next to nothing."""
         self._dispatcher.check_room()
 
     async def fetch(self, reference: str) -> Kept:
-        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        """Returns what is kept under an id. Raises NotFound, or Unavailable (retryable)."""
         return await self._fleet.fetch(reference)
 
     async def release(self, reference: str) -> None:
-        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
+        """Releases what is kept under an id. Raises NotFound, or Unavailable (retryable)."""
         await self._fleet.release(reference)
 
     def rows_place(self, reference: str) -> RowsPlace:
-        """Where the rows of an id are served. Raises NotFound, or Unavailable for now."""
+        """Where the rows of an id are served. Raises NotFound, or Unavailable (retryable)."""
         return self._fleet.rows_place(reference)
 
     async def status(self) -> RouterStatus:
@@ -161,5 +160,5 @@ class Router:
         return self._metrics.render(own, ledger.waiting)
 
     def scrape(self) -> tuple[str, str]:
-        """This replica's id and `metrics`; a broadcast does not tell who answers."""
+        """This replica's id and `metrics`. A broadcast does not tell which replica answered."""
         return serve.get_replica_context().replica_id.unique_id, self.metrics()

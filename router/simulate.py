@@ -1,7 +1,8 @@
-"""A fleet in simulated time: the real policies and ledgers, with replicas that only count seconds.
+"""Simulates a fleet: the real policies and ledgers, with replicas that only count seconds.
 
-Pure and seeded; a thousand replicas take seconds. A replica works shard by shard, in the order of
-arrival. Not simulated: the network, decoding, packs that form across requests, and the cache.
+Pure and seeded. Simulating a thousand replicas takes seconds. A replica works shard by shard, in
+the order of arrival. Not simulated: the network, decoding, packs that form across requests, and the
+cache.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REPORT_PERIOD_SECONDS = 1.0
 REPORT_DELAY_SECONDS = 0.3
 """Delay of a report on its way from a replica to the routers."""
 TOLD_DELAY_SECONDS = 0.002
-"""Delay of what a replica tells at once of other routers' items."""
+"""Delay of a replica's notification about other routers' items."""
 MEDIAN_PATCHES = 1000  # about 500 x 500 pixels in patches of 16
 SIGMA = 1.1
 """Standard deviation of the logarithm: one image in a hundred has over 12 times the median."""
@@ -50,14 +51,14 @@ class Scenario:
     """In order: the second at which each request arrives, and the patches of its items."""
     cost: Cost
     slower: Sequence[float] = (1,)
-    """How many times as long the replicas take, in turn."""
+    """Factors by which the replicas are slower, in turn."""
     known: Known = "seconds"
-    """What routers know of the replicas: patches alone, their costs too, or how many seconds each
-    has left to do."""
+    """What routers know about the replicas: only patches, also their costs, or how many seconds of
+    work each has left."""
     queue_seconds: float = inf
     """`router.max_queue_seconds`."""
     reports_alone: bool = False
-    """Replicas tell their load periodically, not with every answer, and never at once."""
+    """Replicas send their load only periodically, neither with answers nor as notifications."""
     sharing: int = 1
     """Replicas per device, in the order of their numbers."""
 
@@ -65,11 +66,11 @@ class Scenario:
 @dataclass(slots=True)
 class Outcome:
     latencies_seconds: list[float] = field(default_factory=list)
-    """Of every admitted request, until the end of its last item."""
+    """For every admitted request, until the end of its last item."""
     busy_seconds: list[float] = field(default_factory=list)
-    """Of each replica."""
+    """For each replica."""
     patches: list[int] = field(default_factory=list)
-    """Encoded by each replica."""
+    """Patches that each replica encoded."""
     makespan_seconds: float = 0.0
     """When the last item was done."""
     rejected: int = 0
@@ -105,10 +106,10 @@ class SharedDevice:
     """Device seconds that each busy replica still needs, as of `since`."""
     since: float = 0.0
     turn: int = 0
-    """Grows with every change: an end that was foreseen before is void."""
+    """Grows with every change, which invalidates the end that was scheduled before."""
 
     def left_seconds(self, replica: int, now: float) -> float:
-        """Device seconds that a replica needs for what it has begun."""
+        """Device seconds that a replica still needs for the shard that it has begun."""
         done = (now - self.since) / max(1, len(self.left))
         return self.left[replica] - done if replica in self.left else 0.0
 
@@ -125,7 +126,7 @@ class SharedDevice:
 
 
 class Simulation:
-    """Runs one policy through a scenario. `policy` gives each router a plan of its own."""
+    """Runs one policy through a scenario. `policy` makes a separate plan for each router."""
 
     def __init__(self, scenario: Scenario, policy: Callable[[Random], Plan], seed: int) -> None:
         self.scenario = scenario
@@ -143,7 +144,7 @@ class Simulation:
         )
         self._now = 0.0
         self._left = len(scenario.arrivals)
-        """Requests that are not answered yet; reports end with the last."""
+        """Requests that are not answered yet. Reports end with the last one."""
         self._order = count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -205,7 +206,7 @@ class Simulation:
         return self.costs[self.names[replica]].seconds(work.patches)
 
     def _foresee(self, device: SharedDevice) -> None:
-        """Schedules its next end, valid as long as nothing changes."""
+        """Schedules the device's next end of a shard, which is valid as long as nothing changes."""
         if device.left:
             (replica, seconds), turn = device.first(), device.turn
             self._at(self._now + seconds, lambda: self._end(device, turn, replica))
@@ -236,7 +237,7 @@ class Simulation:
             self._begin(replica)
 
     def _tell_others(self, replica: int, router: int) -> None:
-        """Every other router hears soon what the replica has to do now."""
+        """Notifies every other router of the replica's outstanding work, after a delay."""
         if not self.tells:
             return
         name, left = self.names[replica], outstanding(self.queues[replica])
@@ -249,7 +250,7 @@ class Simulation:
         self._at(self._now + TOLD_DELAY_SECONDS, hear)
 
     def _report(self) -> None:
-        """What each replica has now reaches the routers a little later."""
+        """Sends the routers each replica's outstanding work, which arrives a little later."""
         reports = dict(zip(self.names, map(outstanding, self.queues), strict=True))
         self._at(self._now + REPORT_DELAY_SECONDS, lambda: self._hear(reports))
         self._at(self._now + REPORT_PERIOD_SECONDS, self._report)

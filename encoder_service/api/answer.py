@@ -1,4 +1,4 @@
-"""Embeddings -> the response document, and the model card. `data` stays a buffer, not copied."""
+"""Builds response documents from embeddings, and the model card. `data` is a buffer, not copied."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from encoder_service.intake.media import largest_tokens, longest_seconds
 from encoder_service.wire.formats import WIDTHS, Document
 
 MOST_FLOAT_BYTES = 16 * 2**20
-"""Limit for tensors as lists of numbers: about ten characters and half a microsecond per value."""
+"""Limit for tensors sent as lists of numbers, which take about ten characters and half a
+microsecond per value."""
 
 DEPENDENCIES = ("ray", "torch", "transformers")
 
@@ -33,7 +34,7 @@ def check_size(
     limits: LimitOptions,
     references: ReferenceOptions,
 ) -> int:
-    """The bytes of the tensors. Raises TooLarge if they are too large to send, or to keep."""
+    """Size of the tensors in bytes. Raises TooLarge if they are too large to send, or to keep."""
     most, name = limits.max_response_bytes, "limits.max_response_bytes"
     less = "send fewer items at a time" if len(media) > 1 else "raise it, send a smaller item"
     advice = f"{less}, or ask for ids with options.reference"
@@ -97,7 +98,7 @@ def item_document(
 def plan_document(
     spec: ModelSpec, index: int, kind: str, media: Media | ServiceError, request_id: str
 ) -> Document:
-    """What an item would cost; `tokens` are the rows that encoding it would give."""
+    """What an item would cost. `tokens` is the number of rows that encoding it would give."""
     if isinstance(media, ServiceError):
         return failed_item(index, kind, media, request_id)
     assert media.size, "an item whose header was not read. This is a bug."
@@ -125,7 +126,7 @@ def failed_item(index: int, kind: str, error: ServiceError, request_id: str) -> 
 
 
 def kept_rows(embedding: Embedding) -> Document:
-    """Which rows an `evs_rate` has left of a video, or `preprocess.prune` of an image."""
+    """The rows that remain of a video after `evs_rate`, or of an image after `preprocess.prune`."""
     names = ("frame_tokens", "kept_rows")
     return {name: list(found) for name in names if (found := getattr(embedding, name))}
 
@@ -139,7 +140,7 @@ def content(embedding: Embedding) -> Document:
 
 
 def video_times(spec: ModelSpec, media: Media) -> Document:
-    """Times of a video's frame groups, which some language models are given."""
+    """Times of a video's frame groups, which some language models take as input."""
     video = spec.asked("video", media.kwargs).video if media.clip else None
     if media.clip is None or video is None:
         return {}
@@ -150,7 +151,7 @@ def video_times(spec: ModelSpec, media: Media) -> Document:
 
 
 def timings(embeddings: Sequence[Embedding], seconds: float = 0) -> Document:
-    """The maximum of each stage over all items, because items overlap, and all of the request."""
+    """The maximum of each stage over all items, because items overlap, and the request's total."""
     stages = {
         f"{stage}_ms": milliseconds(
             max((getattr(one.timings, f"{stage}_seconds") for one in embeddings), default=0.0)
@@ -198,7 +199,8 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
 
 
 def kwargs_card(options: ServiceOptions, spec: ModelSpec, room: Capacity) -> Document:
-    """What a request may say of items of each kind: defaults (None: not set), largest values."""
+    """Options that a request may set for items of each kind, with their defaults (None: not set)
+    and largest values."""
     tokens = largest_tokens(spec, options.limits, room.tokens[spec.image_path])
     return {
         kind: {

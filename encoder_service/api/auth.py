@@ -1,4 +1,4 @@
-"""Bearer tokens, of which only SHA-256 digests are stored: in the configuration and in a file."""
+"""Bearer tokens. Only their SHA-256 digests are stored, in the configuration and in a file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIGEST = re.compile("[0-9a-f]{64}")
 
 class Tokens:
     def __init__(self, options: AuthOptions) -> None:
-        """Raises ConfigError for a file without a token: it is not clear who may have access."""
+        """Raises ConfigError for a file without tokens, because it is unclear who has access."""
         self._named = options.token_sha256
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
         self._stamp = stamp(self._file) if self._file else None

@@ -1,4 +1,4 @@
-"""Errors as clients see them: the table, and the HTTP middleware that answers with them."""
+"""Errors as clients see them: the table, and the HTTP middleware that responds with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from encoder_service.ops.exchange import Exchange, Observer
 log = logging.getLogger(LOG)
 
 MOST_CHARACTERS = 1000
-"""Limit for a message: it may quote the request, and gRPC carries it in a header."""
+"""Limit for a message, because it may quote the request, and gRPC carries it in a header."""
 
 CLIENT_GONE = "499"  # nginx's code for a client that hung up: only the metrics see it
 
@@ -63,7 +63,7 @@ TABLE: dict[type[ServiceError], ErrorRow] = {
     errors.Unavailable: ErrorRow("unavailable", 503, Code.UNAVAILABLE, True),
     errors.EncodeFailed: ErrorRow("encode_failed", 500, Code.INTERNAL, False),
 }
-"""A class without a row has that of its nearest ancestor."""
+"""A class without a row uses the row of its nearest ancestor."""
 
 
 class AtItem(Exception):
@@ -92,12 +92,12 @@ class Fault:
         }
 
     def openai_document(self, param: str | None = None) -> dict[str, Any]:
-        """A body in OpenAI's shape: `param` and `code` beside our own keys."""
+        """A body in OpenAI's format, with `param` and `code` beside our own keys."""
         return {"error": self.document() | {"param": param, "code": self.row.type}}
 
 
 def fault(error: BaseException, request_id: str) -> Fault:
-    """What the client is told. An unexpected exception is logged and becomes "internal_error"."""
+    """The error for the client. An unexpected exception is logged and becomes "internal_error"."""
     if isinstance(error, AtItem):
         inner = fault(error.error, request_id)
         return Fault(inner.row, inner.message, error.item, inner.retry_after_seconds)
@@ -131,14 +131,15 @@ def request_id_of(given: str | None) -> str:
 
 
 class Envelope:
-    """Middleware that gives each HTTP request an id, records it, and answers exceptions."""
+    """Middleware that gives each HTTP request an id, records it, and responds to exceptions."""
 
     def __init__(
         self, app: ASGIApp, observer: Observer, counted: Mapping[str, str], unsent: Buffered
     ) -> None:
-        """`counted`: the paths that the metrics count, and under which `api`.
+        """`counted`: the paths that the metrics count, with the `api` label of each.
 
-        `unsent`: what a response takes of it, as `state.unsent`, is held until it has been sent.
+        `unsent`: bytes that a response takes from it, as `state.unsent`, are held until the
+        response has been sent.
         """
         self.app = app
         self.observer = observer
@@ -146,7 +147,8 @@ class Envelope:
         self.unsent = unsent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Turns every exception of the application into a response; only cancellation passes."""
+        """Turns exceptions of the application into responses. Passes on only cancellation, and
+        exceptions after the response has started."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -157,8 +159,8 @@ class Envelope:
             with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
                 scope.setdefault("state", {}).update(exchange=exchange, unsent=unsent)
                 await self._answer(exchange, scope, receive, send)
-            # Serve queues what it is given. Servers say "disconnect" once the response has been
-            # sent; Serve may raise instead.
+            # Serve queues what it is given. Servers send "http.disconnect" once the response has
+            # been sent. Serve may raise instead.
             with suppress(Exception):
                 while unsent.size_bytes and (await receive())["type"] != "http.disconnect":
                     pass
@@ -176,8 +178,8 @@ class Envelope:
         async def observed(message: Message) -> None:
             if message["type"] == "http.response.start":
                 exchange.code = str(message["status"])
-                # Serve's proxy returns the client's own header. We add it only if it was missing
-                # or unsafe, and before the proxy does.
+                # Serve's proxy returns the client's own header. We add ours only if that was
+                # missing or unsafe, and before the proxy does.
                 if request_id != given:
                     MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
@@ -195,7 +197,7 @@ class Envelope:
 
 
 def error_response(problem: Fault, body: dict[str, Any] | None = None) -> Response:
-    """An error as an HTTP response, in our own API's shape unless `body` is given."""
+    """An error as an HTTP response, in our own API's format unless `body` is given."""
     headers = {}
     if problem.retry_after_seconds is not None:
         headers["retry-after"] = str(max(1, math.ceil(problem.retry_after_seconds)))
@@ -206,7 +208,7 @@ def error_response(problem: Fault, body: dict[str, Any] | None = None) -> Respon
 
 
 async def http_exception(request: Request, error: HTTPException) -> Response:
-    """The framework's own errors: unknown routes, methods that are not allowed."""
+    """Handles the framework's own errors: unknown routes, methods that are not allowed."""
     row = row_of_status(error.status_code)
     answer = error_response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
     answer.headers.update(error.headers or {})

@@ -44,27 +44,28 @@ from encoder_service.wire.encoder_grpc import (
 from encoder_service.wire.formats import Document, WireError, without
 
 CHUNK_BYTES = 2**20
-"""By default: clients whose allocator gives freed memory back at once take larger ones slower."""
+"""Default chunk size. Clients whose allocator returns freed memory at once read larger chunks more
+slowly."""
 SEND_SECONDS = 30.0
-"""A chunk that the client has not taken by then ends its stream."""
+"""A stream ends if its client does not take a chunk within this time."""
 
 HEALTH_NAMES = ("", SERVICE.full_name)
 WATCH_SECONDS = 1.0
 MOST_WATCHES = 4
-"""At a time, because they need no token."""
+"""Maximum concurrent Watch calls, which are limited because they need no token."""
 
 ENVELOPE_BYTES = 2**20
 """How much longer than limits.max_body_bytes a message may be, so that a body that is a little too
-large gets our own error. gRPC refuses longer ones before they are in memory."""
+large gets our own error. gRPC refuses longer messages before they are in memory."""
 CONNECTION_SECONDS = 600
-"""Connections are closed after this time, and clients open another one: otherwise ingresses that
-start later would get none. Calls under way get the time to end."""
+"""Connections are closed after this time, so that clients open new ones. Otherwise ingresses that
+start later would get none. Calls in progress get time to finish."""
 GRACE_SECONDS = 60.0  # added to limits.timeout_seconds, for answers to be sent
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 1),  # all ingresses of a node share the port
     ("grpc.max_send_message_length", -1),  # limits.max_response_bytes
     ("grpc.max_connection_age_ms", CONNECTION_SECONDS * 1000),
-    # A client that stopped, or is gone, neither answers pings nor takes data.
+    # Detects clients that hang or are gone: they neither answer pings nor take data.
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 20_000),
 ]
@@ -80,10 +81,10 @@ Message = TypeVar("Message", pb.Embedding, pb.Plan)
 async def serving(
     service: Service, options: IngressOptions, owner: str = ""
 ) -> AsyncIterator[None]:
-    """Listens on ingress.grpc_host and grpc_port. Calls under way at the end are answered.
+    """Listens on ingress.grpc_host and grpc_port. At the end, calls in progress are still answered.
 
-    `owner`: names the service; its ingresses on one machine share the port. Raises StartError if
-    the port is taken by another service or program.
+    `owner` identifies the service, whose ingresses on one machine share the port. Raises StartError
+    if the port is taken by another service or program.
     """
     with claim(options, owner):
         async with listening(service, options):
@@ -92,11 +93,11 @@ async def serving(
 
 @contextmanager
 def claim(options: IngressOptions, owner: str) -> Iterator[None]:
-    """Raises StartError while another service of this user has the port, which the kernel would
-    divide between both (SO_REUSEPORT).
+    """Claims the port. Raises StartError if another service of this user has it, because the kernel
+    would divide connections between both (SO_REUSEPORT).
 
-    The claim is the name of an abstract unix socket, which ends with its process. All of a network
-    namespace are in /proc/net/unix. Linux only.
+    The claim is the name of an abstract unix socket, which disappears with its process.
+    /proc/net/unix lists all of them in a network namespace. Linux only.
     """
     if not PROC_UNIX.exists():
         yield
@@ -105,7 +106,7 @@ def claim(options: IngressOptions, owner: str) -> Iterator[None]:
     mark = sha256(owner.encode()).hexdigest()[:16]
     with socket.socket(socket.AF_UNIX) as own:
         own.bind("\0" + "/".join((CLAIM, host, port, mark, token_hex(8))))
-        # After `bind`: of two that start at the same time at least one sees the other.
+        # After `bind`, so that of two services that start together at least one sees the other.
         for line in PROC_UNIX.read_text().splitlines():
             _, found, name = line.rpartition(f"@{CLAIM}/")
             there = name.split("/")
@@ -118,7 +119,7 @@ def claim(options: IngressOptions, owner: str) -> Iterator[None]:
 
 
 def shared(one: str, other: str) -> bool:
-    """Whether listening on both hosts uses an address twice, as far as their names tell."""
+    """Whether the hosts have an address in common, as far as their names tell."""
     return one == other or not {one, other}.isdisjoint(("0.0.0.0", "::"))
 
 
@@ -134,7 +135,7 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
         options=[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
-            ("grpc.max_concurrent_streams", options.max_ongoing_requests),  # of each connection
+            ("grpc.max_concurrent_streams", options.max_ongoing_requests),  # per connection
             ("grpc.max_connection_age_grace_ms", round(seconds * 1000)),
         ],
     )
@@ -161,7 +162,7 @@ class EncoderCalls:
 
     def __init__(self, service: Service, most_calls: int) -> None:
         self.service = service
-        self.most_calls = most_calls  # at a time: those that may take long
+        self.most_calls = most_calls  # concurrent ones that may take long
         self.calls = 0
 
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> bytes:
@@ -179,7 +180,7 @@ class EncoderCalls:
     async def EncodeStream(
         self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        """Each item as soon as it is ready, in chunks."""
+        """Sends each item as soon as it is ready, in chunks."""
         async with answering(self.service, "grpc_stream", context) as exchange:
             most_bytes = chunk_bytes(context)
             with self.taken(request) as take:
@@ -201,7 +202,7 @@ class EncoderCalls:
         return pb.PlanResponse(items=plans, **document)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """The embedding that is kept under an id, in chunks as from EncodeStream."""
+        """Sends the embedding kept under an id, in chunks as EncodeStream does."""
         async with answering(self.service, None, context) as exchange:
             most_bytes = chunk_bytes(context)
             with self.counted():
@@ -230,7 +231,7 @@ class EncoderCalls:
     async def send(
         self, document: Document, context: grpc.aio.ServicerContext, most_bytes: int
     ) -> None:
-        """An item's chunks, each when the client has room for it. Raises DeadlineExceeded."""
+        """Sends an item's chunks, each when the client has room for it. Raises DeadlineExceeded."""
         for chunk in chunks(head(self.service.spec), document, most_bytes):
             try:
                 async with asyncio.timeout(SEND_SECONDS):
@@ -243,10 +244,11 @@ class EncoderCalls:
 
     @contextmanager
     def taken(self, request: pb.EncodeRequest, *, encoding: bool = True) -> Iterator[Take]:
-        """Counts the request's bytes while it is encoded or planned, and those that it fetches.
+        """Counts the request's bytes, and those fetched for it, while it is encoded or planned.
 
-        Raises TooLarge before items are read, because millions of them may be empty; Overloaded if
-        too many calls or bytes are held or, if it is for `encoding`, the router is full.
+        Raises TooLarge before items are read, because millions of them may be empty. Raises
+        Overloaded if too many calls are in progress, if too many bytes are held or, for `encoding`,
+        if the router is full.
         """
         check_items(len(request.items), self.service.limits)
         size_bytes: int = request.ByteSize()
@@ -259,7 +261,7 @@ class EncoderCalls:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Raises Overloaded if too many calls are under way."""
+        """Counts a call. Raises Overloaded if too many are in progress."""
         if self.calls >= self.most_calls:
             raise Overloaded(
                 f"{self.calls} calls are under way here (ingress.max_ongoing_requests): come back "
@@ -294,7 +296,7 @@ class HealthCalls:
     async def Watch(
         self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The status and every change of it, until the client leaves.
+        """Yields the status, and every change of it, until the client leaves.
 
         RESOURCE_EXHAUSTED beyond MOST_WATCHES; SERVICE_UNKNOWN for an unknown service.
         """
@@ -337,7 +339,7 @@ class HealthCalls:
 
 
 def chunk_bytes(context: grpc.aio.ServicerContext) -> int:
-    """The rows that a chunk of this call may hold. Raises InvalidOption."""
+    """Maximum bytes of rows in a chunk of this call. Raises InvalidOption."""
     given = str(dict(context.invocation_metadata() or ()).get(CHUNK_KEY, CHUNK_BYTES))
     asked = int(given) if given.isdecimal() and len(given) < 10 else 0
     if not SMALLEST_CHUNK_BYTES <= asked <= LARGEST_CHUNK_BYTES:
@@ -354,7 +356,7 @@ def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
 
 
 def request_item(index: int, one: pb.Item) -> RequestItem:
-    """Checked as an item of an HTTP request is. Raises InvalidRequest."""
+    """An item, checked like an item of an HTTP request. Raises InvalidRequest."""
     given: Document = {"type": one.type or "image"}
     given |= {name: getattr(one, name) for name in KWARGS if one.HasField(name)}
     source = one.WhichOneof("source")
@@ -393,7 +395,7 @@ def item_message(kind: type[Message], document: Document) -> Message:
 
 
 def chunks(model: Document, document: Document, most_bytes: int) -> Iterator[bytes]:
-    """One item as EncodeChunks: all fields in the first, index and data in later ones."""
+    """One item as EncodeChunks: the first has all fields, later ones only index and data."""
     data = memoryview(document.get("data", b""))
     item = item_message(pb.Embedding, without(document, "data", "timings"))
     timings = pb.Timings(**document.get("timings", {}))

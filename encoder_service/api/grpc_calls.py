@@ -1,6 +1,6 @@
-"""What every gRPC call passes: its message is read within bounds, its errors become a status.
+"""What all gRPC calls share: messages are read within bounds, and errors become a status.
 
-An error is a status whose details are JSON: {"type", "message", "item", "retryable"}, and
+The details of an error's status are JSON: {"type", "message", "item", "retryable"}, and
 "retry_after_s" if there is one.
 """
 
@@ -34,30 +34,32 @@ from encoder_service.wire.formats import Document
 
 CANCELLED = grpc.StatusCode.CANCELLED.name
 MOST_DETAILS = 6000
-"""Encoded characters of a status' details: gRPC accepts 8192 bytes of metadata per call."""
+"""Encoded characters of a status' details, because gRPC accepts 8192 bytes of metadata per call."""
 
 OPEN_BYTES, OPEN_READS, OPEN_SECONDS = 2**16, 4, 5.0
-"""Messages of calls without a token: how large, how many are read at a time, and for how long. A
-stream that sends none for that time ends; so does the oldest of them when others come."""
+"""Limits for messages of calls without a token: size, how many are read at a time, and for how
+long. A stream that sends nothing for that time ends. The oldest one ends earlier when others
+arrive."""
 
 SHARED_SECONDS = 5.0
-"""For how long a message of a call with a token is read at least, even if others wait."""
+"""How long a message of a call with a token may take to arrive even if others wait."""
 
 COUNTED = {"Encode": "grpc", "EncodeStream": "grpc_stream", "Plan": "grpc_plan"}
-"""The calls that the metrics count, and under which `api`."""
+"""The calls that the metrics count, with the `api` label of each."""
 
 
 class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
-    """Bounds what is in memory before a call counts: gRPC reads each message as a whole.
+    """Bounds the memory of messages before their calls are counted, because gRPC reads each message
+    as a whole.
 
-    Calls to encoder.v1.Encoder need a valid token before their message is read. Those to the other
-    services need none: fewer are read at a time, and only small messages are accepted, as of calls
-    that send no media.
-    All handlers become streaming ones, because gRPC reads the message before it calls others.
+    Calls to encoder.v1.Encoder need a valid token before their message is read. Calls to the other
+    services need none, so fewer are read at a time and only small messages are accepted. The same
+    limits apply to calls that send no media.
+    All handlers become streaming ones, because for others gRPC reads the message before the call.
     """
 
     def __init__(self, service: Service, most_bytes: int, stopping: asyncio.Event) -> None:
-        """`most_bytes`: of the largest message that gRPC accepts. `stopping`: ends streams."""
+        """`most_bytes`: size of the largest message that gRPC accepts. `stopping` ends streams."""
         self.service = service
         self.stopping = stopping
         self.most_bytes = most_bytes
@@ -88,7 +90,7 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         api = COUNTED.get(method)
 
         async def first(context: grpc.aio.ServicerContext) -> Any:
-            """The call's message; None at the end of a stream. Refuses the call otherwise."""
+            """The call's message, or None at the end of a stream. Otherwise aborts the call."""
             problem: ServiceError
             try:
                 if error:
@@ -135,10 +137,11 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
 
 class Reads:
-    """How many messages are read at a time, and for how long. One connection reads half of them.
+    """Limits how many messages are read at a time, and for how long. One connection can use at most
+    half of the reads.
 
-    A read that takes over SHARED_SECONDS ends when others wait: gRPC does not tell whether anything
-    of its message has arrived, and callers that send nothing would keep the others waiting.
+    A read that takes over SHARED_SECONDS ends when others wait, because gRPC does not tell whether
+    any of its message has arrived, and callers that send nothing would keep the others waiting.
     """
 
     def __init__(self, at_once: int, seconds: float) -> None:
@@ -185,8 +188,8 @@ class Reads:
 class OpenReads:
     """Reads messages of calls without a token or media.
 
-    One more than OPEN_READS ends the oldest, because callers that send nothing cost nothing, and
-    would otherwise keep health checks waiting.
+    A read beyond OPEN_READS ends the oldest one. Otherwise callers that send nothing could keep
+    health checks waiting.
     """
 
     def __init__(self) -> None:
@@ -226,7 +229,7 @@ async def answering(
         except grpc.aio.InternalError as error:  # a message that was not sent: the client left
             raise asyncio.CancelledError from error
         except Exception as error:
-            if context.cancelled():  # the client left: nobody is told
+            if context.cancelled():  # the client left, so nobody is told
                 raise
             problem = fault(error, request_id)
         exchange.code = problem.row.code.name
@@ -239,7 +242,7 @@ async def answering(
 
 
 def details(document: Document) -> str:
-    """An error as JSON, its message cut to fit. gRPC encodes a percent sign as three bytes."""
+    """An error as JSON, its message cut to fit. gRPC encodes each percent sign as three bytes."""
     text = json.dumps(document)
     while len(text) + 2 * text.count("%") > MOST_DETAILS:
         document = document | {"message": document["message"][: len(document["message"]) // 2]}

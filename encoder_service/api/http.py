@@ -39,14 +39,14 @@ COUNTED = {
     CHAT_PATH: "chat",
     EMBEDDINGS_PATH: "embeddings",
 }
-"""The paths that the metrics count, and under which `api`."""
+"""The paths that the metrics count, with the `api` label of each."""
 PLAN_FORMATS = (JSON, MSGPACK)
 GZIP_LEVEL = 1  # base64 shrinks by a quarter at any level
 
 
 def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:
-    """The application. llm/embeddings.py adds OpenAI's embeddings; llm/http.py chats, if there is a
-    language model."""
+    """Builds the application. llm/embeddings.py adds OpenAI's embeddings API, and llm/http.py chat
+    completions if there is a language model."""
     app = FastAPIOffline(
         title="Encoder Service",
         description="The vision encoders of vision-language models as a separate service. Images "
@@ -56,7 +56,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         lifespan=lifespan,
         exception_handlers={HTTPException: http_exception},
     )
-    # Rows hardly shrink, and are sent from shared memory.
+    # Not compressed, because rows hardly shrink and are sent from shared memory.
     unpacked = (*DEFAULT_EXCLUDED_CONTENT_TYPES, MSGPACK, SAFETENSORS, NPZ)
     app.add_middleware(GZipMiddleware, compresslevel=GZIP_LEVEL, exclude_content_types=unpacked)
     app.add_middleware(Envelope, observer=service.observer, counted=COUNTED, unsent=service.unsent)
@@ -78,7 +78,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
             items, options = await read_items(request, take)
             widened = "dtype" not in options.model_fields_set if accept == JSON else accept == NPZ
             if widened and options.dtype == "bfloat16" and not options.reference:
-                # JSON is read by people and languages without bfloat16, which numpy lacks, too.
+                # Many languages that read JSON have no bfloat16, and neither has numpy.
                 options = options.model_copy(update={"dtype": "float32"})
             if options.encoding and accept != JSON:
                 raise InvalidOption(f"options.encoding: only with `Accept: {JSON}`, not {accept}")
@@ -99,7 +99,8 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     async def plan(request: Request) -> Response:
         """What images and videos would cost, from their headers alone. Needs no encoder.
 
-        The request is one for /v1/encode. Of its options, those of the embeddings have no effect.
+        The request is the same as for /v1/encode. Options that only concern the embeddings have no
+        effect.
         """
         accept = check_head(request, JSON, PLAN_FORMATS)
         with service.buffered.hold() as take:
@@ -127,7 +128,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     @app.get(REFERENCE_PATH, responses=schema.MISSING | schema.ANSWER, response_class=Response)
     async def fetch(request: Request, reference: str) -> Response:
-        """The embedding that is kept under an id: a response with one item."""
+        """The embedding kept under an id, as a response with one item."""
         service.authorize(*request.headers.getlist("authorization"))
         accept = choose(request.headers.get("accept", ""))
         document = await service.fetch(reference, request.state.exchange.request_id)
@@ -148,7 +149,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:
-        """What is served: the model, its budgets and limits, versions."""
+        """What is served: the model, its budgets, limits and versions."""
         service.authorize(*request.headers.getlist("authorization"))
         return service.card
 
@@ -179,7 +180,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
     @app.get("/metrics", response_class=Response, openapi_extra=schema.OPEN)
     async def metrics() -> Response:
-        """The series of all replicas, for Prometheus: one address is scraped, not each replica."""
+        """The series of all replicas, so that Prometheus scrapes one address, not each replica."""
         text = await asyncio.to_thread(merge, await service.scrape.get())
         return Response(text, headers={"content-type": CONTENT_TYPE})
 
@@ -188,7 +189,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
 
 
 def default_of(request: Request) -> str:
-    """The format of a response whose caller accepts any: JSON for JSON, otherwise msgpack."""
+    """The format for callers that accept any: JSON if the request is JSON, otherwise msgpack."""
     content_type = request.headers.get("content-type", "")
     return JSON if content_type.split(";")[0].strip().lower() == JSON else MSGPACK
 
@@ -196,7 +197,7 @@ def default_of(request: Request) -> str:
 def choose(accept: str, default: str = MSGPACK, available: Collection[str] = tuple(WRITERS)) -> str:
     """The content type that an Accept header prefers: by q, then exactness, then order.
 
-    `default` is preferred by wildcards. Raises NotAcceptable before any work is done.
+    Wildcards prefer `default`. Raises NotAcceptable, before any work is done.
     """
     available = dict.fromkeys((default, *available))
     offers: list[tuple[tuple[float, int, int], str]] = []
@@ -222,7 +223,7 @@ async def rendered(
 ) -> Response:
     """The document as a response. Formats that copy the data are written in a thread.
 
-    Raises Overloaded (429) if too much waits to be sent already.
+    Raises Overloaded (429) if too many bytes already wait to be sent.
     """
     size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
     copied_bytes = size_bytes if accept in (JSON, NPZ) else 0
@@ -233,13 +234,14 @@ async def rendered(
 async def written(
     request: Request, accept: str, copied_bytes: int, write: Callable[[], Sequence[Piece]]
 ) -> Response:
-    """What `write` returns as a response; in a thread, for what it copies. Raises Overloaded."""
+    """The result of `write` as a response. Calls it in a thread if it copies much. Raises
+    Overloaded."""
     take: Take = request.state.unsent
     take(copied_bytes)
     pieces = await offload(copied_bytes, write)
     take(held_bytes(pieces) - copied_bytes)
     if accept == JSON and copied_bytes > INLINE_BYTES and takes_gzip(request):
-        # Here, because the middleware would hold up everybody while it compresses.
+        # Here, because the middleware would block the event loop while it compresses.
         body = await asyncio.to_thread(gzip.compress, b"".join(pieces), GZIP_LEVEL)
         packed = {"content-encoding": "gzip", "vary": "Accept-Encoding"}
         return Response(body, media_type=accept, headers=packed)
@@ -247,12 +249,12 @@ async def written(
 
 
 def takes_gzip(request: Request) -> bool:
-    """As GZipMiddleware decides."""
+    """Decides as GZipMiddleware does."""
     return "gzip" in request.headers.get("accept-encoding", "")
 
 
 def held_bytes(pieces: Sequence[Piece]) -> int:
-    """The memory that a body needs until it has been sent: rows that it has twice count once."""
+    """The memory that a body needs until it has been sent. Rows that occur twice count once."""
     return sum({place(piece): len(piece) for piece in pieces if piece}.values())
 
 
@@ -263,7 +265,7 @@ def place(piece: Piece) -> tuple[int, int]:
 
 
 async def response(pieces: Sequence[Piece], media_type: str) -> Response:
-    """On uvloop, which Ray's actors run, rows are sent from the shared memory that they are in.
+    """On uvloop, which Ray's actors run, rows are sent directly from shared memory.
 
     Copying 3.3 MB in a thread takes as much CPU time as sending them. asyncio's own loop accepts
     only bytes.
@@ -292,7 +294,7 @@ class InPieces(Response):
 
 
 class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
-    """A buffer [length] as an ASGI body, not copied; Serve's Python proxy pickles it as bytes."""
+    """A buffer [length] as an ASGI body, not copied. Serve's Python proxy pickles it as bytes."""
 
     def __bool__(self) -> bool:
         return self.size > 0
@@ -302,7 +304,8 @@ class BodyView(np.ndarray[Any, np.dtype[np.uint8]]):
 
 
 def gathered(pieces: Sequence[Piece]) -> list[bytes | BodyView]:
-    """The same body. Equal memory becomes the same view, which pickle writes once."""
+    """The same body with small pieces joined. Pieces of the same memory become one view, which
+    pickle writes once."""
     found: list[bytes | BodyView] = []
     small: list[Piece] = []
     views: dict[tuple[int, int], BodyView] = {}

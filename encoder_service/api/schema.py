@@ -18,7 +18,7 @@ from encoder_service.wire.formats import WireError
 
 
 def without_default(shown: dict[str, Any]) -> None:
-    """Of a field whose default depends on the request: generated clients would send it."""
+    """Removes a default that depends on the request, because generated clients would send it."""
     shown.pop("default", None)
 
 
@@ -26,9 +26,9 @@ OF_A_FILE = "Of a video file: "
 
 
 class KwargsFields(BaseModel):
-    """How items are sized and sampled, in the words of transformers' processors.
+    """How items are sized and sampled, with options named as in transformers' processors.
 
-    GET /v1/model shows under `processor_kwargs` which of them the model takes, their defaults and
+    GET /v1/model shows under `processor_kwargs` which of these the model takes, their defaults and
     their largest values.
     """
 
@@ -74,7 +74,7 @@ class KwargsFields(BaseModel):
 class RequestOptions(KwargsFields):
     """`options` of a request. Unknown ones are rejected.
 
-    Those of sizes and sampling hold for each item that does not say itself and whose kind takes
+    Options for sizes and sampling apply to each item that does not set its own and whose kind takes
     them.
     """
 
@@ -111,7 +111,8 @@ class RequestOptions(KwargsFields):
 
 
 def request_options(values: dict[str, Any], *, strings: bool = False) -> RequestOptions:
-    """The options of a request. Null is absent. Raises InvalidOption, which names every wrong one.
+    """The options of a request. Null means absent. Raises an InvalidOption that names every wrong
+    option.
 
     `strings`: the values are strings, as in a query.
     """
@@ -202,7 +203,7 @@ class ItemDocument(BaseModel):
 
 
 class FailedItem(BaseModel):
-    """What an item that failed has in its place with `on_error: return`."""
+    """Takes the place of an item that failed, with `on_error: return`."""
 
     index: int
     type: Kind
@@ -210,7 +211,7 @@ class FailedItem(BaseModel):
 
 
 class TimingsDocument(BaseModel):
-    """Milliseconds; all but the total are the maximum over the items."""
+    """Milliseconds. All but the total are the maximum over the items."""
 
     queue_ms: float
     preprocess_ms: float

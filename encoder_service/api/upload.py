@@ -1,4 +1,4 @@
-"""Reads the body of an HTTP request, never more than is allowed, and parses items and options."""
+"""Reads the body of an HTTP request, up to the limits, and parses its items and options."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ CHARSETS = (b"utf-8", b"us-ascii")
 GZIP = b"\x1f\x8b"
 GZIP_WINDOW = 16 + zlib.MAX_WBITS  # zlib's code for gzip
 IN_BYTES, OUT_BYTES = 2**16, 2**20
-"""Unpacked in one call: compressed and not."""
+"""Bytes per call of the decompressor: at most this much in, and this much out."""
 
 
 async def read(
     request: Request, limits: LimitOptions, take: Take
 ) -> tuple[list[RequestItem], dict[str, Any]]:
-    """Items and unchecked options. `take` counts each chunk of the body.
+    """Returns the items, and the options unchecked. `take` counts each chunk of the body.
 
     Raises TooLarge, InvalidRequest, UnsupportedMedia, DeadlineExceeded, and what `take` raises.
     """
@@ -50,7 +50,7 @@ async def read(
 
 
 async def read_body(request: Request, limits: LimitOptions, take: Take) -> bytes:
-    """The whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
+    """Reads the whole body. Raises TooLarge, DeadlineExceeded, and what `take` raises."""
     async with in_time(limits):
         return b"".join([chunk async for chunk in limited(request, limits, take)])
 
@@ -74,8 +74,8 @@ def check_length(request: Request, limits: LimitOptions) -> None:
 
 
 async def limited(request: Request, limits: LimitOptions, take: Take) -> AsyncGenerator[bytes]:
-    """The body's chunks, unpacked. Raises TooLarge as soon as the limit is passed, and reads no
-    further; UnsupportedMedia for a content encoding other than gzip."""
+    """Yields the body's chunks, decompressed. Raises TooLarge as soon as the limit is exceeded, and
+    reads no further. Raises UnsupportedMedia for a content encoding other than gzip."""
     check_length(request, limits)
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("identity", "gzip"):
@@ -95,7 +95,7 @@ async def bounded(chunks: AsyncGenerator[bytes], limits: LimitOptions) -> AsyncG
 
 
 async def unpacked(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """What was compressed with gzip, in pieces of OUT_BYTES at most. Raises InvalidRequest."""
+    """Decompresses gzip, in pieces of at most OUT_BYTES. Raises InvalidRequest."""
     decoder = zlib.decompressobj(GZIP_WINDOW)
     try:
         async for chunk in chunks:
@@ -115,9 +115,9 @@ async def unpacked(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
 async def multipart(
     request: Request, chunks: AsyncGenerator[bytes], limits: LimitOptions
 ) -> tuple[list[RequestItem], dict[str, Any]]:
-    """File parts named by their kind, in order, and an optional JSON part named options."""
+    """Reads file parts named by their kind, in order, and an optional JSON part named options."""
     _, parameters = parse_options_header(request.headers["content-type"])
-    # Some of Python's codecs take quadratic time or raise what the parser does not expect.
+    # Some of Python's codecs take quadratic time, or raise errors that the parser does not expect.
     if parameters.get(b"charset", b"utf-8").lower() not in CHARSETS:
         raise InvalidRequest("the charset of the multipart body is not utf-8: leave it out")
     parser = MultiPartParser(
@@ -153,7 +153,7 @@ async def multipart(
 
 
 def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
-    """The parser's error, in our words if one of our limits caused it."""
+    """The parser's error, reworded if one of our limits caused it."""
     if reason.startswith("Too many files"):
         return TooLarge(
             f"over {limits.max_items} files in one request (limits.max_items): send several"

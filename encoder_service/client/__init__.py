@@ -1,4 +1,4 @@
-"""What a user imports. Needs neither torch nor Ray, nor router and actors."""
+"""What a user imports. Needs neither torch nor Ray, and of actors only the row protocol."""
 
 from encoder_service.client.client import AsyncClient, Client
 from encoder_service.client.dataset import DatasetOptions, Samples, Written

@@ -51,9 +51,10 @@ if TYPE_CHECKING:
     from encoder_service.client.direct import DirectRows
 
 LONGEST_BACKOFF_SECONDS = 5.0
-"""Between attempts, where the service does not say how long to wait."""
+"""Maximum wait between attempts if the service does not say how long to wait."""
 GRACE_SECONDS = 1.0
-"""Added to the first attempt, so that the transport's timeout, whose error says more, is first."""
+"""Added to the first attempt, so that the transport's timeout, whose error says more, fires
+first."""
 Arguments = ParamSpec("Arguments")
 Given = TypeVar("Given")
 Result = TypeVar("Result")
@@ -74,15 +75,15 @@ class AsyncClient:
         """`url`: http://, https://, grpc:// or grpcs:// with host and port.
 
         A call takes at most `timeout_seconds`, from its start to the last byte of the answer.
-        Within them, errors that the service marks retryable are retried up to `retries` times,
+        Within that time, errors that the service marks retryable are retried up to `retries` times,
         after the wait that the service asks for.
 
-        `direct`: rows of `encode` come from the encoders' own ports, if this machine reaches them.
-        They count in the encoders' references.max_bytes until they are here.
+        With `direct`, the rows of `encode` come from the encoders' own ports, if this machine can
+        reach them. Until they have arrived, they count towards the encoders' references.max_bytes.
         """
         self.transport = connect(url, token, timeout_seconds)
         self.direct: DirectRows | None = None
-        if direct:  # only here, because others need nothing of actors
+        if direct:  # only here, because other clients need nothing from actors
             from encoder_service.client.direct import DirectRows
 
             self.direct = DirectRows(self.transport)
@@ -123,17 +124,18 @@ class AsyncClient:
     ) -> list[Embedding] | list[Embedding | ServiceError]:
         """Returns an embedding for each source, in order.
 
-        Raises ServiceError, OSError for a path that cannot be read, TypeError for one source
-        instead of a list and for what is no source, such as an array. With on_error "return" an
-        item's error takes its embedding's place.
+        Raises ServiceError, OSError for a path that cannot be read, and TypeError for one source
+        instead of a list or for something that is not a source, such as an array. With on_error
+        "return", an item's error takes the place of its embedding.
 
-        `dtype`: bfloat16, float16 or float32; or float8_e4m3, half the bytes of bfloat16 with a
-        larger error (docs/api.md), which `numpy` and `torch` of an Embedding widen.
+        `dtype`: bfloat16, float16, float32 or float8_e4m3. float8_e4m3 takes half the bytes of
+        bfloat16 but has a larger error (docs/api.md). The methods `numpy` and `torch` of an
+        Embedding widen it.
 
-        With `reference` the service keeps the embeddings for a while and sends only their ids,
+        With `reference`, the service keeps the embeddings for a while and sends only their ids,
         for `fetch`. `evs_rate`: the share of each video's rows that is dropped where little
-        changes from frame to frame. `options` hold for every source whose kind takes them and that
-        is no Input with its own.
+        changes from frame to frame. `options` apply to every source whose kind takes them, unless
+        it is an Input with its own.
         """
         items = await read_all(sources, request_item, "encode")
         sent = {
@@ -182,8 +184,9 @@ class AsyncClient:
     ) -> npt.NDArray[np.float32]:
         """Returns a vector of length 1 for each image or Text: float32 [sources, dimensions].
 
-        For services with `model.output: vector`, over HTTP. `dimensions`: the first values of each
-        vector; None: all. Raises as `encode` does, and TypeError for videos.
+        Only over HTTP, for services with `model.output: vector`. `dimensions`: how many leading
+        values of each vector to return; None: all. Raises as `encode` does, and TypeError for
+        videos.
         """
         inputs = await read_all(sources, embedding_input, "embed")
         sent = {"input": inputs, "encoding_format": "base64", "dimensions": dimensions}
@@ -207,17 +210,17 @@ class AsyncClient:
         return await encode_dataset(self, given, out, options or DatasetOptions(), console)
 
     async def fetch(self, reference: str) -> Embedding:
-        """The embedding that is kept under an id. Raises ServiceError "not_found" if expired."""
+        """Returns the embedding kept under an id. Raises ServiceError "not_found" if it expired."""
         (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
         assert isinstance(found, Embedding)
         return found
 
     async def release(self, reference: str) -> None:
-        """Deletes what the service keeps under an id. Raises ServiceError."""
+        """Releases the embedding kept under an id. Raises ServiceError."""
         await self.persist(lambda: self.transport.release(reference))
 
     async def model(self) -> dict[str, Any]:
-        """What is served: model, budgets, limits, versions. Raises ServiceError."""
+        """Returns what is served: model, budgets, limits, versions. Raises ServiceError."""
         return await self.persist(self.transport.model)
 
     async def ready(self) -> bool:
@@ -265,7 +268,8 @@ class AsyncClient:
 async def read_all(
     sources: Sequence[Given], read: Callable[[Given], Result], method: str
 ) -> list[Result]:
-    """What is sent for the sources. Raises OSError, TypeError for one source instead of a list."""
+    """Reads what is sent for the sources. Raises OSError, and TypeError for one source instead of
+    a list."""
     single = isinstance(sources, str | Path | bytes | Image.Image | Video | Frames | Input | Text)
     if single or not isinstance(sources, Iterable):
         one = type(sources).__name__
@@ -286,7 +290,7 @@ def blocking(
 
 
 class Client:
-    """AsyncClient for code without an event loop, or in a notebook: its loop runs in a thread.
+    """AsyncClient for code without an event loop, and for notebooks. Its loop runs in a thread.
 
         with Client("http://localhost:8000") as client:
             for embedding in client.encode(["cat.jpg", "dog.png"]):
@@ -354,6 +358,6 @@ class Client:
 
 
 def ignore_unclosed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """An event loop's exception handler: a Client that is dropped without close() is no error."""
+    """Exception handler of an event loop. Ignores a Client that is dropped without close()."""
     if not {"client_session", "connector"} & context.keys():
         loop.default_exception_handler(context)

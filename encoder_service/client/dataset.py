@@ -1,11 +1,11 @@
-"""Encodes a whole dataset into shards: in bounded memory, resumed after an interruption.
+"""Encodes a whole dataset into shards, in bounded memory. Resumes after an interruption.
 
     DIR/manifest.jsonl       the settings, then one line per shard: its file and its items, in order
     DIR/00000.safetensors    one tensor [tokens, width] per item, by the item's name
     DIR/skipped.txt          the files that were skipped, if any: a path, a tab and the reason
 
 A shard counts once the manifest names it. It ends when it is large enough, after FLUSH_SECONDS, or
-with the run: also one that is cancelled or fails writes what it has finished.
+with the run. A run that is cancelled or fails also writes what it has finished.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ FAULTS_OF_THE_ITEM = ("invalid_request", "unsupported_media", "too_large")
 RETRIED = ("deadline_exceeded", "encode_failed", "unreadable")
 """Recorded for the item, which the next run retries. Any other error (429, 503) ends the run."""
 SEEN, HEARD = ("image", "video"), ("audio",)
-"""Kinds of files that are taken of folders, for models that see and for models that hear."""
+"""Kinds of files that are taken from folders, for vision models and for audio models."""
 SHOWN_FAILURES = 20
 FLUSH_SECONDS = 60.0
-"""Finished items are in a shard after at most this time."""
+"""Finished items are written to a shard after at most this time."""
 ITEMS_PER_SHARD = 10_000  # at most
 MANIFEST = "manifest.jsonl"
 SKIPPED = "skipped.txt"
 WRITTEN = re.compile(r"manifest\.jsonl|skipped\.txt|\d{5,}\.(safetensors|parquet)(\.tmp)?")
-"""Files of an output folder."""
+"""Names of the files in an output folder."""
 FACTS = ("type", "grid_thw", "tokens", "dtype", "shape", "digest", "deepstack")
-"""What the manifest says of an embedding."""
+"""Fields of every embedding in the manifest."""
 REMARKS = ("notice", "timestamps", "second_per_grid_ts", "kept_rows")
-"""What it says besides, of an embedding that has them."""
+"""Further fields, for embeddings that have them."""
 
 Sample = tuple[str, Source]
 """A source and its name: its path as it was found (see `printable`), or the number of its row."""
@@ -80,7 +80,7 @@ class DatasetOptions:
     column: str = "image"
     """The column of the image, in a dataset of rows."""
     processor: ProcessorOptions | None = None
-    """How items are sized and sampled, as far as their kind takes it."""
+    """How items are sized and sampled. Options apply to items whose kind takes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Files below the given folders that are no items by their names, are not regular,
-    or are links to nothing or to a folder. skipped.txt has each one's reason."""
+    """Paths below the given folders that are not items by their names, are not regular files, or
+    are links to nothing or to a folder. skipped.txt has each one's reason."""
 
 
 class EncodeCalls(Protocol):
@@ -205,7 +205,7 @@ async def write(
 
 
 async def completed(task: asyncio.Task[None]) -> None:
-    """Waits for the task to end, even if the waiting one is cancelled."""
+    """Waits for the task to end, even if the waiting task is cancelled."""
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:
@@ -237,7 +237,8 @@ def samples(
 ) -> Iterator[Sample]:
     """The items, in the same order every time. Raises ValueError if two have the same name.
 
-    Adds what is no item to `skipped`, with the reason. `kinds`: of files that are taken of folders.
+    Adds paths that are not items to `skipped`, with the reason. `kinds`: the kinds of files that
+    are taken from folders.
     """
     seen: set[str] = set()
     entries: Iterable[Any] = [given] if isinstance(given, str | Path) else given
@@ -252,7 +253,7 @@ def samples(
 def expanded_entry(
     entry: Any, position: int, column: str, skipped: dict[Path, str], kinds: Sequence[str]
 ) -> Iterator[Sample]:
-    """A row or a file is one item; a folder is all files of these kinds below it, by name."""
+    """A row or a file is one item. A folder is all files of these kinds below it, by name."""
     if isinstance(entry, Mapping):
         yield f"{position:09}", row_image(entry, position, column)
         return
@@ -271,7 +272,7 @@ def expanded_entry(
 
 
 def skip_reason(path: Path, kinds: Sequence[str]) -> str | None:
-    """Why a path is no item; None for a folder, which is searched."""
+    """Why a path is not an item. None for a folder, which is searched."""
     if path.is_dir():
         return "a link to a folder" if path.is_symlink() else None
     if not path.exists():
@@ -309,7 +310,7 @@ async def encode_in_order(
 ) -> AsyncGenerator[Entry | None]:
     """Each item's name and result, in order, with `options.concurrency` items in flight.
 
-    None about every second while an item takes longer.
+    Yields None about every second while an item takes longer.
     """
     under_way: deque[tuple[str, asyncio.Task[Embedding | ServiceError]]] = deque()
     try:
@@ -374,7 +375,7 @@ class Manifest:
     """The finished shards. Raises ValueError for other settings or another kind of file."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None) -> None:
-        """`settings`: of a run that begins; None: only reads what earlier runs wrote."""
+        """`settings`: those of a run that begins. None: only read what earlier runs wrote."""
         self.path = folder / MANIFEST
         self.shards: list[Document] = []
         lines = self.read()
@@ -478,7 +479,7 @@ def parquet_file(entries: Sequence[tuple[str, Embedding]]) -> memoryview:
     table = pyarrow.Table.from_pylist(rows)
     seconds = pyarrow.float64()
     kinds = (pyarrow.string(), pyarrow.list_(seconds), seconds, pyarrow.list_(pyarrow.int64()))
-    for name, kind in zip(REMARKS, kinds, strict=True):  # of one type also where all are null
+    for name, kind in zip(REMARKS, kinds, strict=True):  # one type even if all are null
         values = [getattr(one, name) or None for _, one in entries]
         table = table.append_column(name, pyarrow.array(values, kind))
     sink = pyarrow.BufferOutputStream()

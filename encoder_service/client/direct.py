@@ -1,5 +1,5 @@
-"""Rows from the encoders themselves instead of through the front door: a client asks for ids, and
-takes what they stand for from the replicas' own sockets (actors/rows)."""
+"""Gets rows from the encoders themselves instead of through the front door. The client asks for ids
+and reads their rows from the replicas' own sockets (actors/rows)."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WIDTHS, Document
 
 CONNECTIONS = 4
-"""To one replica, which takes 128 in all."""
+"""Maximum connections to one replica, which accepts 128 in total."""
 AVOIDED_SECONDS = 60.0
-"""How long rows come through the front door once a replica could not be reached."""
+"""How long rows come through the front door after a replica could not be reached."""
 FETCHES_AT_ONCE = 4
 
 
 class DirectRows:
-    """`encode` of a transport, whose rows come from the encoders."""
+    """The `encode` of a transport, with rows that come directly from the encoders."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -37,7 +37,7 @@ class DirectRows:
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """The same document as the transport's. Raises ServiceError."""
-        # Scales of float8 do not travel with rows.
+        # The encoders' sockets send rows without the scales of float8.
         by_id = options.get("reference") or options.get("dtype") == "float8_e4m3"
         if by_id or self.avoided:
             return await self._transport.encode(items, options)
@@ -46,7 +46,7 @@ class DirectRows:
         except ServiceError as error:
             if error.type != "too_large":
                 raise
-            # Perhaps only to be kept: references.max_bytes is not limits.max_response_bytes.
+            # Perhaps only too large to keep: references.max_bytes is not limits.max_response_bytes.
             return await self._transport.encode(items, options)
         with reading():
             kept = defaultdict[str, list[Document]](list)
@@ -66,9 +66,9 @@ class DirectRows:
             replica.close()
 
     async def _take(self, name: str, items: Sequence[Document]) -> None:
-        """Puts the rows of one replica's items into them."""
+        """Gets the rows of the items that one replica keeps, and puts them into the items."""
         if (replica := self._replicas.get(name)) is None:
-            # No id comes of replicas that are gone, so only this closes their connections.
+            # Replicas that are gone give out no ids, so only this closes their connections.
             self._replicas = {key: one for key, one in self._replicas.items() if one.connected}
             replica = self._replicas[name] = ReplicaRows()
         async with replica.turn():
@@ -83,12 +83,12 @@ class DirectRows:
         await all_of(self._fetch(item, turns) for item in left)
 
     async def _fetch(self, item: Document, turns: asyncio.Semaphore) -> None:
-        """Puts the rows of an item into it, through the front door, and releases its id."""
+        """Gets the rows of an item through the front door, and releases its id."""
         reference = item.pop("reference")
         try:
             async with turns:
                 document = await self._transport.fetch(reference)
-                with suppress(ServiceError):  # it expires
+                with suppress(ServiceError):  # it expires anyway
                     await self._transport.release(reference)
         except ServiceError as error:
             if error.type != "not_found":
@@ -130,7 +130,7 @@ class ReplicaRows:
                 return reader
         if self._place is None:
             place = await transport.place(reference)
-            # A newer service may say more.
+            # A newer service may send more fields.
             self._place = RowsPlace(**{one.name: place[one.name] for one in fields(RowsPlace)})
         found = await asyncio.to_thread(RowsReader.connect, self._place)
         if found is None:
@@ -138,23 +138,23 @@ class ReplicaRows:
         return found
 
     async def take(self, reader: RowsReader, items: Sequence[Document]) -> None:
-        """Puts the rows of items into them, in place of their ids. Raises as the reader does."""
+        """Replaces the ids of items by their rows. Raises as the reader does."""
         try:
             await asyncio.to_thread(take_all, reader, items)
-        except BaseException:  # also a cancelled wait: its thread may still be reading
+        except BaseException:  # also if cancelled, because the thread may still be reading
             reader.close()
             raise
         self._idle.append(reader)
 
     def close(self) -> None:
-        """Closes those that are idle. The place is asked for again."""
+        """Closes idle connections. The next one asks for the replica's place again."""
         self._place = None
         while self._idle:
             self._idle.pop().close()
 
 
 async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """Once one of them fails, the others are cancelled: the next attempt makes its own."""
+    """Runs all calls. If one fails, cancels the others, because the next attempt makes its own."""
     tasks = [asyncio.create_task(call) for call in calls]
     try:
         await asyncio.gather(*tasks)

@@ -27,15 +27,15 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # channels share no connections
 ]
 CONNECTIONS = 4
-"""At most, as calls overlap. Each is with one ingress, which sends with one CPU core."""
+"""Maximum connections, if calls overlap. Each is to one ingress, which sends with one CPU core."""
 
 TOO_LARGE = re.compile(r"SERVER: Received message larger than max \((\d+) vs\. (\d+)\)")
-"""Of a message that gRPC refuses before the service sees it."""
+"""The error for a message that gRPC refuses before the service sees it."""
 NO_CONNECTION = ("failed to connect to all addresses", "DNS resolution failed")  # gRPC's words
 
 
 class GrpcTransport:
-    """Channels of grpc.aio; grpcs:// with TLS. They connect when they are used."""
+    """Calls over channels of grpc.aio, with TLS for grpcs://. Channels connect on first use."""
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
         self.channels = [channel(url) for _ in range(CONNECTIONS)]
@@ -51,7 +51,8 @@ class GrpcTransport:
         self.streamed = self.settings | {"metadata": (*self.settings["metadata"], chunks)}
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
-        """As a stream of small messages: one message with all rows would be copied many times."""
+        """Encodes over a stream of small messages, because one message with all rows would be
+        copied many times."""
         if options.get("reference"):  # no rows
             return await self.encode_at_once(items, options)
         request = request_of(items, options)
@@ -113,7 +114,7 @@ class GrpcTransport:
             self.calls[place] -= 1
 
     async def collect(self, call: Any) -> Document:
-        """The document of a stream of EncodeChunks. Rows are copied once, to where they stay."""
+        """The document of a stream of EncodeChunks. Rows are copied once, to their final place."""
         head: Document = {}
         items: dict[int, Document] = {}
         rows: dict[int, list[memoryview]] = {}
@@ -164,7 +165,7 @@ def service_errors() -> Iterator[None]:
 
 
 def document_of_grpc(code: grpc.StatusCode, details: str) -> Document:
-    """An error of gRPC itself, as the service would have said it."""
+    """An error of gRPC itself, in the form of the service's errors."""
     if found := TOO_LARGE.search(details):
         message = (
             f"the request has {found[1]} bytes, over the {found[2]} that the service takes in one "
@@ -216,13 +217,13 @@ def message(item: RequestItem) -> pb.Item:
 
 
 def item_document(item: Any) -> Document:
-    """A message Embedding or Plan as the item that HTTP would give."""
+    """An Embedding or Plan message as the item of an HTTP response."""
     error = {"error": document_of(item.error)} if item.HasField("error") else {}
     return document_of(item) | error
 
 
 def document_of(message: Any) -> Document:
-    """Every field of a message that is no message, also those that are zero."""
+    """Every field of a message that is not a message itself, including those that are zero."""
     return {
         field.name: getattr(message, field.name)
         for field in message.DESCRIPTOR.fields

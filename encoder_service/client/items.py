@@ -1,6 +1,6 @@
 """What a caller sends, gets and catches: sources, embeddings, errors.
 
-Only `Embedding.torch` and what hands embeddings to engines need torch.
+Only `Embedding.torch`, and the methods that pass embeddings to engines, need torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ IMAGES = re.compile(
 )
 FILMS = re.compile(r"\.(mp4|m4v|mov|qt|webm|mkv|avi|m2?ts|mpe?g|3gp|3g2|ogv|wmv|flv)", re.I)
 AUDIO = re.compile(r"\.(wav|flac|mp3|og[ga]|opus|m4a|aac|aiff?|wma|amr)", re.I)
-"""Suffixes of each kind. The service rejects those that it does not read by name."""
+"""Suffixes of each kind, including formats that the service does not read. It names the format when
+it rejects the file."""
 SENT_AS_PNG = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16", "I;16B")
 """Pillow's modes that PNG holds as they are."""
 CONVERTED = {
@@ -59,8 +60,8 @@ class Frames:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A file that is a video whatever its name: an animated GIF or WebP, of which otherwise only
-    the first frame is encoded."""
+    """A file that is a video whatever its name, such as an animated GIF or WebP, of which otherwise
+    only the first frame is encoded."""
 
     file: str | Path | bytes
 
@@ -73,18 +74,19 @@ class Text:
 
 
 class ProcessorOptions(TypedDict, total=False):
-    """How items are sized and sampled, in the words of transformers' processors.
+    """How items are sized and sampled, with options named as in transformers' processors.
 
-    Which of them a model takes, their defaults and largest values: `Client.model()`, under
-    "processor_kwargs".
+    `Client.model()` shows under "processor_kwargs" which of these a model takes, their defaults and
+    their largest values.
     """
 
     min_pixels: int | None
-    """Smaller images, and frames of videos, are enlarged to it."""
+    """Smaller images and video frames are enlarged to this size."""
     max_pixels: int | None
-    """Larger images, and frames of videos, are shrunk to it."""
+    """Larger images and video frames are shrunk to this size."""
     max_patches: int | None
-    """Of models that cut tiles: the most tiles of an image. Of Kimi: the most patches."""
+    """For models that cut tiles: maximum tiles of an image. For Kimi and SigLIP 2: maximum patches
+    of an image or a frame."""
     fps: float | None
     """Frames to take per second of a video file."""
     num_frames: int | None
@@ -95,7 +97,7 @@ class Input:
     """A source with options of its own: Input("scan.png", max_pixels=4_000_000)."""
 
     def __init__(self, source: File | Video | Frames, **options: Unpack[ProcessorOptions]) -> None:
-        """Raises TypeError for an option that there is not."""
+        """Raises TypeError for an unknown option."""
         self.source = source
         self.options = given(options)
         if isinstance(source, Frames) and {"fps", "num_frames"} & self.options.keys():
@@ -108,7 +110,7 @@ these with options of its own."""
 
 
 def given(options: ProcessorOptions) -> dict[str, Any]:
-    """Those that are not None. Raises TypeError for an option that there is not."""
+    """The options that are not None. Raises TypeError for an unknown option."""
     for name in options:
         if name not in KWARGS:
             raise TypeError(f"there is no option {name!r}; options are {', '.join(KWARGS)}")
@@ -129,7 +131,7 @@ class Embedding:
     shape: tuple[int, ...]
     """Tokens, width."""
     data: bytes | bytearray = field(repr=False, hash=False)
-    """Row-major, little-endian. Of float8_e4m3: to be multiplied by `scales`."""
+    """Row-major, little-endian. Values of float8_e4m3 have to be multiplied by `scales`."""
     digest: str
     """Hexadecimal SHA-256 of the item's bytes."""
     source: str
@@ -140,33 +142,34 @@ class Embedding:
     weights: str
     """"checkpoint", or "dummy": random numbers."""
     family: str = ""
-    """The model's, such as "qwen3_vl"; empty if the service does not say."""
+    """The model's family, such as "qwen3_vl". Empty if the service does not say."""
     notice: str = ""
-    """A warning of the service about this item."""
+    """A warning from the service about this item."""
     timestamps: tuple[float, ...] = ()
-    """Of a video: the time of each temporal group, in seconds."""
+    """For a video: the time of each temporal group, in seconds."""
     second_per_grid_ts: float = 0.0
-    """Of a video: seconds from one temporal group to the next."""
+    """For a video: seconds from one temporal group to the next."""
     frame_tokens: tuple[int, ...] = ()
-    """Of a video sent with `evs_rate`: how many rows each temporal group has left."""
+    """For a video sent with `evs_rate`: how many rows each temporal group has left."""
     kept_rows: tuple[int, ...] = ()
-    """Of a video sent with `evs_rate`, and of an image that `preprocess.prune` of the service has
-    pruned: the indices of these rows among all rows of the grid. Empty: it has all."""
+    """For a video sent with `evs_rate`, or an image that the service's `preprocess.prune` has
+    pruned: the indices of these rows among all rows of the grid. Empty if no rows were dropped."""
     reference: str = ""
-    """The id under which the service keeps it, for `Client.fetch`; `data` is empty then."""
+    """The id under which the service keeps it, for `Client.fetch`. `data` is then empty."""
     scales: bytes | bytearray = field(default=b"", repr=False, hash=False)
-    """Of float8_e4m3: float32 [tokens], little-endian."""
+    """For float8_e4m3: float32 [tokens], little-endian."""
     timings: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Of the whole request, in milliseconds: "total_ms", and the longest of each stage."""
+    """Milliseconds of the whole request: "total_ms", and the maximum of each stage."""
 
     def numpy(self) -> npt.NDArray[Any]:
-        """[tokens, width]. bfloat16 and float8_e4m3, which numpy lacks, become float32; others are
-        read-only."""
+        """Returns an array [tokens, width]. bfloat16 and float8_e4m3, which numpy lacks, become
+        float32. Arrays of other dtypes are read-only."""
         data = memoryview(self.rows()).toreadonly()
         return to_array(data, self.dtype, self.shape, self.scales)
 
     def torch(self) -> torch.Tensor:
-        """[tokens, width] on the CPU, in its own dtype; float8_e4m3 becomes bfloat16. Needs torch.
+        """Returns a tensor [tokens, width] on the CPU in its own dtype, but float8_e4m3 becomes
+        bfloat16. Needs torch.
 
         The quantised values are `torch.frombuffer(data, dtype=torch.float8_e4m3fn)`.
         """
@@ -180,16 +183,17 @@ class Embedding:
         return memory.view(getattr(torch, self.dtype)).view(self.shape)
 
     def to_vllm(self) -> dict[str, Any]:
-        """A part of a chat message for vLLM: see engines.vllm.content_part. Needs torch.
+        """Returns a part of a chat message for vLLM: see engines.vllm.content_part. Needs torch.
 
-        For a reference, the part names it to a vLLM server that has EncoderServiceConnector.
+        For a reference, the part has its id, for a vLLM server with EncoderServiceConnector.
         """
         from encoder_service.engines.vllm import content_part  # which imports this file
 
         return content_part(self)
 
     def to_sglang(self) -> dict[str, Any]:
-        """`image_data` or `video_data` for SGLang. For several: engines.sglang.processor_output."""
+        """Returns `image_data` or `video_data` for SGLang. For several embeddings, use
+        engines.sglang.processor_output."""
         from encoder_service.engines.sglang import processor_output  # which imports this file
 
         return processor_output([self])
@@ -211,20 +215,20 @@ class Plan:
     """Pixels of the upright image, or of each frame of a video; 0: a sound."""
     height: int
     grid_thw: tuple[int, int, int]
-    """As of its embedding."""
+    """The same as its embedding's."""
     tokens: int
     """Rows of its embedding: the placeholder tokens of the prompt."""
     patches: int
     """What encoding it costs."""
     digest: str
-    """Hexadecimal SHA-256 of the item's bytes, as of its embedding."""
+    """Hexadecimal SHA-256 of the item's bytes, the same as its embedding's."""
     notice: str = ""
     timestamps: tuple[float, ...] = ()
-    """Of a video: the time of each temporal group, in seconds."""
+    """For a video: the time of each temporal group, in seconds."""
     second_per_grid_ts: float = 0.0
-    """Of a video: seconds from one temporal group to the next."""
+    """For a video: seconds from one temporal group to the next."""
     seconds: float = 0.0
-    """Of a sound."""
+    """Length of a sound."""
 
 
 class ServiceError(Exception):
@@ -263,7 +267,7 @@ def service_error(
     status: int | str | None = None,
     retry_after_seconds: float | None = None,
 ) -> ServiceError:
-    """From the service's {"type", "message", "item", "retryable"}."""
+    """The exception for the service's {"type", "message", "item", "retryable"}."""
     kind, message = document.get("type", "internal_error"), document.get("message", "no message")
     return ServiceError(
         str(kind),
@@ -303,7 +307,7 @@ LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens", "kept_rows")
 
 
 def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    """The items of a response document. Raises ServiceError if it is none."""
+    """The items of a response document. Raises ServiceError if it is not one."""
     with reading():
         shared = {name: document[name] for name in ("model", "weights", "timings")}
         shared |= {"family": document.get("family", ""), "data": b""}
@@ -311,7 +315,7 @@ def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
 
 
 def read_plans(document: Mapping[str, Any]) -> list[Plan | ServiceError]:
-    """The items of a plan's document. Raises ServiceError if it is none."""
+    """The items of a plan's document. Raises ServiceError if it is not one."""
     with reading():
         return [read_item(Plan, {}, item) for item in document["items"]]
 
@@ -372,7 +376,7 @@ def printable(path: str) -> str:
 
 
 def kind_of(name: str) -> Literal["image", "video", "audio"] | None:
-    """What a file is by its name, the same on every machine; None: none of these."""
+    """The kind of a file by its name, the same on every machine. None: none of these."""
     suffix = PurePath(urlsplit(name).path if name.startswith("https://") else name).suffix
     if AUDIO.fullmatch(suffix):
         return "audio"

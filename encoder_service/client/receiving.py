@@ -1,7 +1,7 @@
-"""Rows of a response in safetensors, each tensor in a buffer of its own.
+"""Reads the rows of a safetensors response, each tensor into its own buffer.
 
-aiohttp copies twice what arrives. Of most responses only the beginning passes through it:
-`Takeover` receives the rest in the buffers themselves.
+aiohttp copies twice what arrives. Of most responses only the beginning passes through aiohttp, and
+`Takeover` receives the rest directly into the buffers.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ import aiohttp
 from encoder_service.wire.formats import Document, WireError, read_json
 
 MOST_HEADER_BYTES = 2**26
-"""Of a response in safetensors: everything but the rows."""
+"""Limit for the header of a safetensors response, which is everything but the rows."""
 MOST_ROWS_BYTES = 2**31  # more than any limits.max_response_bytes
 WAKE_BYTES = 2**20
-"""A socket wakes its reader for so many bytes, or the rest. By default it wakes it for each packet,
-which takes as long as copying what is in it."""
+"""A socket wakes its reader for this many bytes, or the rest. By default it wakes it for each
+packet, which takes as long as copying the packet."""
 
 uninitialised: Any = ctypes.pythonapi.PyByteArray_FromStringAndSize
 uninitialised.restype, uninitialised.argtypes = (
     ctypes.py_object,
     [ctypes.c_void_p, ctypes.c_ssize_t],
 )
-"""(None, size): a bytearray, without the zeros that take a quarter of the time of receiving it."""
+"""Called with (None, size). Returns a bytearray that is not zeroed, because zeroing takes a quarter
+of the time of receiving the data."""
 
 
 class Space:
-    """Buffers that are filled one after the other, `bytes_left` in all. `left`: of the first that
-    is not full; empty: all are."""
+    """Buffers that are filled one after another. `bytes_left`: free space in all of them. `left`:
+    free space in the first one that is not full. Empty if all are full."""
 
     def __init__(self, buffers: Iterator[memoryview], size_bytes: int) -> None:
         self._buffers = buffers
@@ -43,14 +44,14 @@ class Space:
         self.advance(0)
 
     def advance(self, count: int) -> None:
-        """So many bytes were written to `left`."""
+        """Records that this many bytes were written to `left`."""
         self.bytes_left -= count
         self.left = self.left[count:]
         while not self.left and (following := next(self._buffers, None)) is not None:
             self.left = following
 
     def fill(self, piece: memoryview) -> memoryview:
-        """Copies a piece. Returns what there is no space for."""
+        """Copies a piece. Returns the part for which there is no space."""
         while piece and self.left:
             count = min(len(piece), len(self.left))
             self.left[:count] = piece[:count]
@@ -63,17 +64,17 @@ class Takeover(asyncio.BufferedProtocol):
     """Takes the connection of a response from aiohttp until its body has been received."""
 
     def __init__(self, response: aiohttp.ClientResponse, timeout_seconds: float) -> None:
-        """`timeout_seconds`: for how long nothing may arrive."""
+        """`timeout_seconds`: maximum time in which nothing arrives."""
         self._response = response
         self._timeout_seconds = timeout_seconds
         names = {name.lower() for name in response.headers}
         encoded = names & {"content-encoding", "transfer-encoding"}
         self.body_bytes = None if encoded else response.content_length
-        """None: it cannot be taken over."""
+        """None: the connection cannot be taken over."""
 
     async def receive(self, space: Space) -> None:
-        """Fills the space, for which the rest of the body is still to come from the socket. Raises
-        aiohttp.ClientError."""
+        """Fills the space with the rest of the body, which still has to come from the socket.
+        Raises aiohttp.ClientError."""
         connection = self._response.connection
         if connection is None or connection.transport is None or connection.protocol is None:
             raise aiohttp.ClientPayloadError("the connection was closed within the response")
@@ -81,7 +82,7 @@ class Takeover(asyncio.BufferedProtocol):
         self._transport: Any = connection.transport
         self._aiohttp = connection.protocol
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        # With TLS, some of the rest may have left the socket already.
+        # With TLS, some of the rest may already have been read from the socket.
         low = sys.platform == "linux" and not self._transport.get_extra_info("sslcontext")
         self._socket = self._transport.get_extra_info("socket") if low else None
         self._wake_bytes = 1
@@ -105,7 +106,8 @@ class Takeover(asyncio.BufferedProtocol):
             self._socket.setsockopt(SOL_SOCKET, SO_RCVLOWAT, size_bytes)
 
     def _switch(self, protocol: asyncio.BaseProtocol) -> None:
-        """Reading pauses, because uvloop reads for the protocol that there was when it began."""
+        """Pauses reading meanwhile, because uvloop reads for the protocol that was set when reading
+        began."""
         self._transport.pause_reading()
         self._transport.set_protocol(protocol)
         self._transport.resume_reading()
@@ -123,7 +125,7 @@ class Takeover(asyncio.BufferedProtocol):
         else:
             self._ended.set_result(None)
 
-    # What the transport calls
+    # Called by the transport
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return self._space.left
@@ -131,7 +133,7 @@ class Takeover(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         try:
             self._space.advance(nbytes)
-        except Exception as error:  # the next buffer is no buffer, or too large
+        except Exception as error:  # the next buffer is invalid or too large
             self._end(error)
             return
         if self._space.left:
@@ -153,7 +155,7 @@ class Takeover(asyncio.BufferedProtocol):
 async def read_embeddings(
     content: aiohttp.StreamReader, takeover: Takeover | None = None
 ) -> Document:
-    """A response in safetensors: its document, "data" and "scales" of each item in buffers.
+    """Reads a safetensors response: its document, with "data" and "scales" of each item in buffers.
 
     Raises WireError, or aiohttp.ClientError.
     """
@@ -175,7 +177,7 @@ async def read_embeddings(
             elif not piece:
                 raise WireError("the response ends within an embedding")
             rest = space.fill(memoryview(piece))
-        if rest or await content.readany():  # a connection is used again if it was read to its end
+        if rest or await content.readany():  # a connection is reused if it was read to its end
             raise WireError("the response goes on after its embeddings")
     except asyncio.IncompleteReadError:
         raise WireError("the response ends within its header") from None
@@ -187,7 +189,8 @@ async def read_embeddings(
 
 
 def buffers(header: Document, items: dict[str, Document]) -> Iterator[memoryview]:
-    """The buffer of each tensor, made when the one before is full, and put into its item."""
+    """Yields the buffer of each tensor, made when the one before is full, and puts it into its
+    item."""
     position = 0
     for name, tensor in header.items():
         start, end = tensor["data_offsets"]

@@ -1,4 +1,4 @@
-"""How a client reaches a service over HTTP. The scheme of the URL chooses HTTP or gRPC."""
+"""A client's calls over HTTP. The scheme of the URL chooses between HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ if TYPE_CHECKING:
     from encoder_service.client.grpc_transport import GrpcTransport
 
 IDLE_SECONDS = 5.0
-"""Connections idle for longer are closed: the server may have closed its end by then."""
+"""Connections idle for longer are closed, because the server may have closed its end by then."""
 HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
-"""Larger request bodies are sent in pieces: asyncio copies what the socket cannot take at once."""
+"""Larger request bodies are sent in pieces of this size, because asyncio copies what the socket
+cannot take at once."""
 LARGEST_KEPT_BYTES = 2**25 - 2**16
-"""Of one block of memory: just below the most that glibc keeps, 32 MiB."""
+"""Size of a block of memory just below the largest that glibc keeps, 32 MiB."""
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
@@ -42,26 +43,27 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
     keep_freed_memory()
     if scheme in ("http", "https"):
         return HttpTransport(url, token, timeout_seconds)
-    # Only here, because in vLLM's environment the EC connector needs HTTP alone.
+    # Only here, because the EC connector, in vLLM's environment, needs only HTTP.
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
 
 
 def keep_freed_memory() -> None:
-    """Has glibc keep up to 64 MiB of freed memory (of each of its arenas) for the next response.
+    """Makes glibc keep up to 64 MiB of freed memory in each of its arenas for the next response.
 
-    It returns freed blocks to the system if they are larger than any that it had to map and that
-    was freed: faulting them in again takes longer than receiving rows. This block is only mapped.
+    glibc returns freed blocks to the system if they are larger than any mapped block freed before,
+    and faulting them in again takes longer than receiving rows. So this frees a large mapped block,
+    which is never touched.
     """
     bytes(LARGEST_KEPT_BYTES)
 
 
 class HttpTransport:
-    """HTTP, msgpack there and safetensors back, over connections that are kept alive.
+    """Sends msgpack and receives safetensors over HTTP connections that are kept alive.
 
-    Every call raises ServiceError, also when nothing answers. `encode`, `plan` and `fetch` return
-    response documents, `model` the model card. GrpcTransport has the same methods.
+    Every call raises ServiceError, also if nothing answers. `encode`, `plan` and `fetch` return
+    response documents, `model` returns the model card. GrpcTransport has the same methods.
     """
 
     def __init__(self, url: str, token: str | None, timeout_seconds: float) -> None:
@@ -139,7 +141,7 @@ class HttpTransport:
         accept: str = SAFETENSORS,
         content_type: str = MSGPACK,
     ) -> Any:
-        """What `read` makes of a 2xx response; any other one is raised as ServiceError."""
+        """Returns what `read` makes of a 2xx response. Raises ServiceError for any other."""
         if self.session is None:
             self.session = self.open_session()
         content: dict[str, Any] = {"headers": {"accept": accept}}
@@ -167,7 +169,7 @@ class HttpTransport:
             connector=CleanConnector(limit=0, keepalive_timeout=IDLE_SECONDS),
             headers=self.headers,
             cookie_jar=aiohttp.DummyCookieJar(),
-            # `connect` and `sock_read` each; AsyncClient bounds the call as a whole.
+            # For `connect` and for each `sock_read`. AsyncClient bounds the call as a whole.
             timeout=aiohttp.ClientTimeout(None, connect=limit, sock_read=limit, ceil_threshold=1e9),
             proxy=self.proxy,
             max_line_size=HEAD_BYTES,
@@ -208,7 +210,7 @@ def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:
 
 
 async def pieces(body: bytes) -> AsyncIterator[memoryview]:
-    """A request body; aiohttp waits between the pieces until the socket has taken them."""
+    """Yields a request body. aiohttp waits after each piece until the socket has taken it."""
     view = memoryview(body)
     for start in range(0, len(view), PIECE_BYTES):
         yield view[start : start + PIECE_BYTES]
@@ -238,9 +240,9 @@ def path_of(reference: str) -> str:
 
 
 def environment_proxy(url: URL) -> URL | None:
-    """The proxy that the environment names for a URL. Raises ValueError if it is no HTTP proxy.
+    """The environment's proxy for a URL. Raises ValueError if it is not an HTTP proxy.
 
-    aiohttp's own trust_env knows no all_proxy, and would send credentials from ~/.netrc.
+    aiohttp's own trust_env ignores all_proxy, and would send credentials from ~/.netrc.
     """
     proxies = getproxies()
     found = proxies.get(url.scheme) or proxies.get("all")

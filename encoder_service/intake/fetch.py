@@ -1,6 +1,6 @@
-"""Items given as URLs: fetched only from hosts that the configuration names.
+"""Fetches items given as URLs, only from hosts that the configuration names.
 
-The name is resolved here, and the connection goes to the address that was checked, so that DNS
+The host name is resolved here, and the connection goes to the address that was checked, so that DNS
 rebinding has no effect.
 """
 
@@ -20,8 +20,8 @@ from encoder_service.intake.limits import Take
 
 MOST_REDIRECTS = 3
 CLOUDS_OWN = [ipaddress.IPv4Network("168.63.129.16/32"), ipaddress.IPv4Network("192.0.0.0/24")]
-"""Public by Python's tables, but Azure's wire server and Oracle's metadata for virtual machines.
-Those of other clouds are link-local, shared or private."""
+"""Public according to Python's tables, but used for Azure's wire server and Oracle's metadata
+service for virtual machines. Those of other clouds are link-local, shared or private."""
 GLOBAL_UNICAST = ipaddress.IPv6Network("2000::/3")
 
 Resolve = Callable[[str], Awaitable[Sequence[str]]]
@@ -62,8 +62,8 @@ class Fetcher:
         self.options = options
         self.allowed = {host.lower() for host in options.allow_hosts}
         self.resolve = resolve
-        # No proxy from the environment, because it would resolve the name itself. No connection
-        # and no cookie is kept: they would be used for another name at the same address.
+        # No proxy from the environment, because it would resolve the name itself. No connection or
+        # cookie is kept, because they would be used for another name at the same address.
         self.client = httpx.AsyncClient(
             transport=transport,
             trust_env=False,
@@ -73,8 +73,8 @@ class Fetcher:
         )
 
     async def get(self, url: str, take: Take) -> bytes:
-        """The body, whose chunks `take` counts; those of a failed attempt it gives back. Raises
-        InvalidRequest, InvalidMedia, TooLarge, DeadlineExceeded, and what `take` raises."""
+        """Returns the body. `take` counts its chunks; those of a failed attempt are given back.
+        Raises InvalidRequest, InvalidMedia, TooLarge, DeadlineExceeded, and what `take` raises."""
         target = self.check(url)
         try:
             async with asyncio.timeout(self.options.timeout_seconds):

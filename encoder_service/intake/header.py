@@ -1,6 +1,6 @@
-"""What an image's header says: format, upright size, transparency, what the client should know.
+"""Reads an image's header: format, upright size, transparency, and remarks for the client.
 
-Files are opened with the Pillow reader of their format, and no pixel is decoded. A reader gets a
+Files are opened with Pillow's reader for their format, and no pixel is decoded. A reader gets a
 bounded number of reads and bytes, because a header that needs more was made to waste CPU time.
 """
 
@@ -36,13 +36,13 @@ coefficients, and an empty one takes only 30 bytes."""
 MOST_MARKERS = 5000  # of a JPEG, without restarts; 50 scans have some hundreds
 START_OF_IMAGE = b"\xff\xd8"
 SEGMENT = re.compile(rb"\xff[\xc0-\xcf\xdb-\xec\xee-\xfe]")
-"""The marker of a segment that has a length and is read fast. Not APP13: 64 KB of it may hold 5,000
-of Photoshop's blocks."""
+"""The marker of a segment that has a length and is fast to read. Not APP13, because 64 KB of it may
+hold 5,000 Photoshop blocks."""
 FEW_SEGMENTS = 32
 START_OF_SCAN = b"\xff\xda"
 NEXT_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")
 """Any marker but those that have no length and occur anywhere: stuffed bytes, TEM, restarts."""
-SEARCHED_BYTES = 2**18  # at a time: a search holds the GIL, up to 22 ns a byte
+SEARCHED_BYTES = 2**18  # per call, because a search holds the GIL for up to 22 ns per byte
 
 READERS: dict[str, Callable[[BytesIO], ImageFile]] = {
     "JPEG": JpegImageFile,
@@ -60,7 +60,7 @@ UNKNOWN_RANGE = (
     "is scaled to 8 bits: 0 to {0}, or 0 to {1} if a value is over {0}, becomes 0 to 255; others "
     "are refused when it is decoded"
 )
-"""What becomes of values whose range no header tells."""
+"""How values are converted if no header tells their range."""
 BITS_PER_SAMPLE, SAMPLES, SAMPLE_FORMAT = 258, 277, 339  # tags of TIFF
 SAMPLE_FORMATS = {1: "integers", 2: "signed integers", 3: "floats", 6: "complex numbers"}
 
@@ -91,7 +91,8 @@ class BoundedStream(BytesIO):
 
 
 def read_header(data: bytes) -> Header:
-    """Raises InvalidMedia if it is no image, UnsupportedMedia for a format not read here."""
+    """Raises InvalidMedia if it is not an image or is damaged, UnsupportedMedia for a format that
+    is not read here, and TooLarge for more pixels than Pillow decodes."""
     name = name_format(data)
     if name is None:
         raise InvalidMedia(
@@ -137,7 +138,8 @@ def read_header(data: bytes) -> Header:
 
 
 def opened(name: str, data: bytes) -> ImageFile:
-    """Raises what Pillow raises; UnsupportedMedia for a TIFF of samples that it does not read."""
+    """Raises what Pillow raises, but UnsupportedMedia for a TIFF with samples that it does not
+    read."""
     try:
         return READERS[name](BoundedStream(data))
     except SyntaxError as error:
@@ -150,7 +152,7 @@ def opened(name: str, data: bytes) -> ImageFile:
 
 
 def boxed_header(name: str, data: bytes) -> Header:
-    """Of a HEIC or AVIF."""
+    """The header of a HEIC or AVIF."""
     found = read_heif(data, crops=name == "HEIC")
     for exif in found.exif:
         starts = [match.start() for match in TIFF_HEADER.finditer(exif)]
@@ -167,8 +169,8 @@ def boxed_header(name: str, data: bytes) -> Header:
 def is_simple(data: bytes) -> bool:
     """Whether `read_header` is certain to be fast, even for a hostile file.
 
-    True for a JPEG without EXIF and Photoshop's blocks whose few segments follow each other up to
-    the pixels.
+    True for a JPEG that has neither EXIF nor Photoshop blocks, and whose few segments follow each
+    other up to the pixels.
     """
     if not data.startswith(START_OF_IMAGE):
         return False
@@ -235,7 +237,8 @@ def check_exif(exif: bytes) -> None:
 
 
 def metadata_first(data: bytes) -> bytes:
-    """A PNG without its pixels. Metadata that followed them is moved to where it is read."""
+    """A PNG without its pixels. Metadata after the pixels is moved before them, where it is
+    read."""
     early, late, seen_pixels = [data[:8]], [], False
     for kind, chunk in png_chunks(data):
         if kind == b"IDAT":
@@ -264,7 +267,7 @@ def png_chunks(data: bytes) -> Iterator[tuple[bytes, bytes]]:
 def notice(name: str, image: ImageFile) -> str:
     try:
         several = getattr(image, "is_animated", False)
-    except Exception:  # a GIF that is cut off, or whose first frame BoundedStream cannot pass
+    except Exception:  # a GIF that is cut off, or whose first frame exceeds BoundedStream
         several = False
     remarks = []
     if several and name == "TIFF":
@@ -288,7 +291,7 @@ def deep(kind: str, bits: int) -> str:
 
 
 def bits_per_sample(name: str, image: ImageFile) -> int:
-    """Of a PNG or TIFF; 8 of other formats."""
+    """Bits per sample of a PNG or TIFF. 8 for other formats."""
     if isinstance(image, TiffImageFile):
         return int(max(image.tag_v2.get(BITS_PER_SAMPLE, (1,))))
     return 16 if name == "PNG" and image.tile and ";16" in str(image.tile[0].args) else 8
@@ -307,6 +310,6 @@ def samples(data: bytes) -> str:
 
 
 def alpha_notice(alpha: Alpha) -> str:
-    """What becomes of transparency."""
+    """How transparency is handled."""
     done = "dropped" if alpha == "drop" else f"composited on {alpha}"
     return f"transparency is {done} (preprocess.alpha)"

@@ -1,7 +1,7 @@
-"""What the boxes of a HEIC or AVIF file say (ISO/IEC 23008-12), read without libheif or libavif.
+"""Reads the boxes of a HEIC or AVIF file (ISO/IEC 23008-12) without libheif or libavif.
 
-Those libraries copy all metadata that a file refers to before they tell its size, and the parts may
-overlap: a file of 10 MB can take 4 GB and half a minute.
+Those libraries copy all metadata that a file refers to before they tell its size. The parts may
+overlap, so a file of 10 MB can take 4 GB and half a minute.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from actors.types import Size
 
 MOST_METADATA_BYTES = 16 * 2**20
-"""Limit for all metadata that a file refers to, counted once for each image that has it. Phones
-write some KB."""
+"""Limit for all metadata that a file refers to, counted once per image that has it. Phones write
+some KB."""
 MOST_META_BYTES = 4 * 2**20  # of the box that describes all items; it may hold an ICC profile
 MOST_ENTRIES = 20_000  # items, properties, parts; the photograph of a phone has about 300
 METADATA = (b"Exif", b"mime", b"uri ")
@@ -28,7 +28,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class HeifHeader:
-    """Of the primary image."""
+    """The properties of the primary image."""
 
     size: Size  # upright
     transparent: bool
@@ -37,8 +37,8 @@ class HeifHeader:
 
 
 def read_heif(data: bytes, *, crops: bool) -> HeifHeader:
-    """`crops`: a clean aperture is applied, as libheif does and libavif does not. Raises ValueError
-    and other exceptions for what is damaged or declares too much."""
+    """`crops`: apply a clean aperture, as libheif does and libavif does not. Raises ValueError and
+    other exceptions for a file that is damaged or declares too much."""
     return Boxes(data).header(crops)
 
 
@@ -132,7 +132,7 @@ class Boxes:
         return self.number(at, 4 if wide else 2)
 
     def properties(self) -> dict[int, list[tuple[bytes, int]]]:
-        """Of each item: the kind of each property, and where its content begins, in order."""
+        """The properties of each item, in order: their kind, and where their content begins."""
         listed: list[tuple[bytes, int]] = []
         found: dict[int, list[tuple[bytes, int]]] = {}
         for kind, begin, end in self.within(*self.meta[b"iprp"]):
@@ -166,7 +166,10 @@ class Boxes:
             yield kind, item, [self.number(at + width * i, width)[0] for i in range(targets)]
 
     def exif(self, owners: Mapping[int, int]) -> list[bytes]:
-        """`owners`: how many images a metadata item belongs to. Checks what all metadata take."""
+        """The content of each Exif item. Raises ValueError if all metadata is too large.
+
+        `owners`: how many images a metadata item belongs to.
+        """
         begin, end = self.meta[b"iinf"]
         kinds: dict[int, bytes] = {}
         for kind, start, _ in self.within(begin + (8 if self.data[begin] else 6), end):
@@ -187,7 +190,7 @@ class Boxes:
         ]
 
     def extents(self) -> Iterator[tuple[int, Span]]:
-        """Items, and where in the file each of their parts lies."""
+        """Yields items, and where in the file each of their parts lies."""
         begin, _ = self.meta[b"iloc"]
         version = self.data[begin]
         sizes = self.data[begin + 4 : begin + 6].hex()

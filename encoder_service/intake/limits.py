@@ -1,4 +1,4 @@
-"""Limits on what one request may take of this process: memory, time and the event loop."""
+"""Limits on what one request may use of this process: memory, time and the event loop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 Take = Callable[[int], None]
-"""Counts bytes of a request. Raises Overloaded if that exceeds what the process may hold."""
+"""Counts bytes of a request. Raises Overloaded if the process would hold too many."""
 
 
 def check_items(items: int, limits: LimitOptions) -> None:
@@ -42,7 +42,8 @@ def check_body_bytes(size_bytes: int, limits: LimitOptions) -> None:
 
 
 class Buffered:
-    """The bytes of requests, or of answers, that are held at a time; beyond `most_bytes` 429.
+    """Limits the bytes of requests, or of answers, that are held at a time. Beyond `most_bytes`,
+    429.
 
     `reason`: what the client is told.
     """
@@ -54,7 +55,7 @@ class Buffered:
 
     @contextmanager
     def hold(self) -> Iterator[Held]:
-        """For one request or answer: the bytes it took are released at the end."""
+        """Wraps one request or answer. Releases the bytes that it took at the end."""
         held = Held(self)
         try:
             yield held
@@ -62,13 +63,13 @@ class Buffered:
             self.held_bytes -= held.size_bytes
 
     def check_room(self, size_bytes: int) -> None:
-        """Raises Overloaded where taking this many bytes would."""
+        """Raises Overloaded if taking this many bytes would."""
         if self.held_bytes + size_bytes > self.most_bytes:
             raise Overloaded(f"{self.reason}, over {self.most_bytes} bytes: come back later")
 
 
 class Held:
-    """What one request or answer has taken; a `Take`."""
+    """The bytes that one request or answer has taken. Is a `Take`."""
 
     def __init__(self, buffered: Buffered) -> None:
         self.buffered = buffered
@@ -81,7 +82,8 @@ class Held:
 
 
 class Deadline:
-    """`seconds` from now. `advice` goes into the error of a request that misses it."""
+    """A deadline in `seconds` from now. `advice` is part of the error of a request that misses
+    it."""
 
     def __init__(
         self, seconds: float, advice: str = "send less, or give options.timeout_s"
@@ -91,7 +93,7 @@ class Deadline:
         self.end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then. Raises DeadlineExceeded."""
+        """Seconds until the deadline. Raises DeadlineExceeded if it has passed."""
         seconds = self.end - time.monotonic()
         if seconds <= 0:
             raise DeadlineExceeded(f"the time was over before encoding began: {self.advice}")
@@ -117,8 +119,8 @@ async def offload(
     """work(...), in a thread if it touches more than INLINE_BYTES.
 
     The event loop stays responsive only as far as the work releases the GIL. A C parser holds it
-    until it returns, hence wire/formats.py bounds the number of values in a body. json.loads still
-    makes one string of a body: a few tenths of a second for 128 MiB.
+    until it returns, so wire/formats.py bounds the number of values in a body. json.loads still
+    makes one string of a body, which takes a few tenths of a second for 128 MiB.
     """
     if size_bytes <= INLINE_BYTES:
         return work(*args, **kwargs)

@@ -1,6 +1,6 @@
-"""Items of a request become Media: URLs are fetched, headers read, limits checked.
+"""Turns the items of a request into Media: fetches URLs, reads headers, checks limits.
 
-Nothing is decoded here: the actor that decodes a file finds that it is truncated.
+Nothing is decoded here. The actor that decodes a file notices if it is truncated.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WireError
 
 SAMPLED = {"fps", "num_frames"}
-"""Of ProcessorKwargs: which frames of a video file are taken. One of both holds."""
+"""ProcessorKwargs that select the frames of a video file. They exclude each other."""
 MOST_ANIMATED_PIXELS = 10**9
-"""Of all frames of a GIF or WebP: each is drawn on the one before, wanted or not."""
+"""Maximum pixels of all frames of a GIF or WebP, because each frame is drawn on the one before,
+wanted or not."""
 
 
 class Admission:
-    """Which items a service accepts, and what they will cost. The router's ledger decides whether
-    there is room for them now (429)."""
+    """Decides which items a service accepts, and what they will cost. The router's ledger decides
+    whether there is room for them now (429)."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class Admission:
         self.configure(limits, fetch)
 
     def configure(self, limits: LimitOptions, fetch: FetchOptions) -> None:
-        """Applies to what comes next."""
+        """Changes the options for new requests."""
         self.limits = limits
         self.tokens = largest_tokens(self.spec, limits, self.budget)
         self.fetcher = Fetcher(fetch)
@@ -71,11 +72,13 @@ class Admission:
         evs_rate: float = 0.0,
         kwargs: ProcessorKwargs = NO_KWARGS,
     ) -> list[Media | ServiceError]:
-        """Each item's media, or why it is rejected. `evs_rate` applies to videos.
+        """Returns each item's media, or the error for which it is rejected. `evs_rate` applies to
+        videos.
 
-        `take` counts what is fetched, each URL once; an item that exceeds it is Overloaded, and
-        one with which a request fetches more than it may send (max_body_bytes) is TooLarge.
-        `kwargs` apply to items that do not say themselves and whose kind takes them.
+        `take` counts the bytes that are fetched, each URL once. An item for which `take` raises
+        fails with Overloaded. An item with which the request fetches more than it may send
+        (max_body_bytes) fails with TooLarge.
+        `kwargs` apply to items that do not set their own and whose kind takes them.
         Raises InvalidRequest, InvalidOption or TooLarge if the request as a whole is rejected.
         """
         if not items:
@@ -96,7 +99,7 @@ class Admission:
             take(size_bytes)
             fetched_bytes += size_bytes
 
-        async with asyncio.TaskGroup() as group:  # none goes on to `take` once another one fails
+        async with asyncio.TaskGroup() as group:  # if one raises, no other goes on to `take`
             tasks = {url: group.create_task(self._fetch(url, take_fetched)) for url in urls}
         files = [
             item.data or b"" if item.url is None else tasks[item.url].result() for item in items
@@ -137,7 +140,7 @@ class Admission:
         except InvalidOption as error:
             if item.own():
                 return error
-            raise  # only those of the request can be wrong
+            raise  # the item has no options, so the request's are wrong
         except ServiceError as error:
             return error
         if media.clip:
@@ -146,7 +149,7 @@ class Admission:
         return replace(media, prune=True) if prune else media
 
     def _kwargs(self, item: RequestItem, wide: ProcessorKwargs) -> ProcessorKwargs:
-        """What holds for an item: its own, then those of its request. Raises InvalidOption."""
+        """The options of an item: its own, then those of its request. Raises InvalidOption."""
         if wide == NO_KWARGS and not item.own():
             return NO_KWARGS
         try:
@@ -231,7 +234,7 @@ def probe_animation(
 
 
 def transparency(headers: Sequence[Header], alpha: Alpha) -> tuple[str, Alpha]:
-    """The notice of an item of these files, and what becomes of its transparency."""
+    """The notice for an item made of these files, and how its transparency is handled."""
     notices = [header.notice for header in headers if header.notice]
     transparent = any(header.transparent for header in headers)
     notices += [alpha_notice(alpha)] if transparent else []
@@ -322,7 +325,8 @@ def video_media(
 
 
 def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
-    """transformers' processors cut what is longer than a model's one window; here it is refused."""
+    """Rejects sounds that are too long, which transformers' processors would cut to a model's
+    single window."""
     assert spec.audio
     most = longest_seconds(spec, limits)
     seconds = read_seconds(data, most)
@@ -339,7 +343,7 @@ def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
 
 
 def longest_seconds(spec: ModelSpec, limits: LimitOptions) -> float:
-    """Of one sound."""
+    """The maximum length of one sound."""
     assert spec.audio
     return min(limits.max_audio_seconds, spec.audio.most_seconds)
 

@@ -21,7 +21,7 @@ from actors.types import Media
 
 SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 MOST_FAILURES = 20
-"""Remembered by each ingress replica."""
+"""Failures that each ingress replica remembers."""
 MOST_WAITING_LINES = 10_000
 """Access log lines that may wait to be written; more are dropped."""
 
@@ -64,7 +64,7 @@ class Exchange:
     request_id: str
     span: Span
     code: str
-    """Of the response. Until there is one: the code to record if the client hangs up."""
+    """The response's code. Until there is one: the code to record if the client hangs up."""
     items: int = 0
     patches: int = 0
     error_type: str = ""
@@ -156,7 +156,8 @@ class Observer:
 
 
 class Dropping(QueueHandler):
-    """Drops lines when the queue is full, and says how many: logging never delays a request."""
+    """Drops lines when the queue is full, and logs how many, so that logging never delays a
+    request."""
 
     dropped = 0
 
@@ -175,7 +176,7 @@ class Dropping(QueueHandler):
 def access_log() -> logging.Logger:
     """This process's access log, in front of the handlers that Serve configured.
 
-    A thread formats and writes the lines; the event loop pays for one entry of a queue.
+    A thread formats and writes the lines. The event loop only puts them into a queue.
     """
     queue: Queue[logging.LogRecord] = Queue(MOST_WAITING_LINES)
     log = logging.getLogger(f"{LOG}.access")

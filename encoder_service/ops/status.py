@@ -1,6 +1,7 @@
 """The whole fleet: its series as one page, the document of GET /v1/status, and the page at `/`.
 
-Counters and histograms of the document are totals since the replicas started; two give rates.
+Counters and histograms of the document are totals since the replicas started. Clients compute rates
+from two documents.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Json = dict[str, Any]
 Result = TypeVar("Result")
 
 STAGES = ("decode_queue", "preprocess", "queue", "encode")
-"""Stages of an item in its replica, in order: each has a histogram of seconds."""
+"""Stages of an item in its replica, in order. Each has a histogram of seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,11 @@ class Scrape(Collector):
     pages: tuple[Page, ...]
     missing: dict[str, int]
     pools: Mapping[str, str] = field(default_factory=dict)
-    """Of encoder replicas, where there are pools: the label `pool` of their samples."""
+    """The pool of each encoder replica, if there are pools. Becomes the label `pool` of samples."""
 
     def families(self) -> Iterable[Metric]:
-        """Of all pages, labelled with deployment and replica; those of one name are merged."""
+        """The families of all pages, labelled with deployment and replica. Those with the same name
+        are merged."""
         merged: dict[str, Metric] = {}
         for page in self.pages:
             for family in text_string_to_metric_families(page.text):
@@ -83,8 +85,8 @@ def merge(scrape: Scrape) -> bytes:
 
 
 def attributed(labels: dict[str, str], page: Page, pools: Mapping[str, str]) -> dict[str, str]:
-    """Adds the origin of a sample, and its replica's pool. A `replica` label that it already has is
-    kept."""
+    """Adds the origin of a sample, and its replica's pool. Keeps a `replica` label that the sample
+    already has."""
     source = "reporter" if "replica" in labels else "replica"
     found = labels | {"deployment": page.deployment, source: page.replica}
     pool = pools.get(found["replica"])
@@ -104,14 +106,14 @@ class Glance:
 
     scrape: Scrape
     excluded: Mapping[str, bool]
-    """Every ready encoder replica: whether it failed recently and gets no new work."""
+    """For every ready encoder replica: whether it failed recently and gets no new work."""
     failures: Sequence[Failure]
     item_tokens: Sequence[Mapping[str, int]] = ()
-    """Of each replica that answered: see ItemTokens.document."""
+    """For each replica that answered: see ItemTokens.document."""
 
 
 class SingleFlight(Generic[Result]):
-    """Runs `work` once for all concurrent callers; its result is reused for `seconds`."""
+    """Runs `work` once for all concurrent callers. Reuses its result for `seconds`."""
 
     def __init__(self, work: Callable[[], Coroutine[Any, Any, Result]], seconds: float) -> None:
         self._work = work
@@ -120,10 +122,12 @@ class SingleFlight(Generic[Result]):
         self._until = 0.0
 
     async def get(self) -> Result:
-        """Started by the first caller, finished even if that caller leaves. Raises as `work`."""
+        """Returns the result of `work`, which the first caller starts, and which finishes even if
+        that caller leaves. Raises as `work` does."""
         loop = asyncio.get_running_loop()
         if self._task is None or (self._task.done() and loop.time() >= self._until):
-            # An empty context: in a request's own, Serve would cancel its calls with the request.
+            # An empty context, because in a request's own Serve would cancel its calls with the
+            # request.
             self._task = loop.create_task(self._timed(), context=Context())
         return await asyncio.shield(self._task)
 
@@ -135,7 +139,7 @@ class SingleFlight(Generic[Result]):
 
 
 class Samples:
-    """All values of a scrape, for adding up. Names are given without `encoder_`."""
+    """All values of a scrape, for summing. Names are given without `encoder_`."""
 
     def __init__(self, scrape: Scrape) -> None:
         self._by_name: defaultdict[str, list[Sample]] = defaultdict(list)
@@ -156,7 +160,7 @@ class Samples:
         return sums
 
     def histogram(self, name: str) -> Json:
-        """Sum, count, and [upper bound, count up to it] in order; the last bound is None."""
+        """Sum, count, and [upper bound, count up to it] in order. The last bound is None."""
         buckets = {float(le): count for le, count in self.by(f"{name}_bucket", "le").items()}
         bounds = sorted(buckets)
         return {
@@ -167,7 +171,7 @@ class Samples:
 
 
 def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Json:
-    """The document. `cache_max_bytes`: of one replica; `time`: seconds since 1970."""
+    """The document. `cache_max_bytes`: size of one replica's cache. `time`: seconds since 1970."""
     samples = Samples(glance.scrape)
     answering = {page.replica for page in glance.scrape.pages}
     failures = sorted(glance.failures, key=lambda one: one.time, reverse=True)
@@ -243,15 +247,15 @@ def graphs(samples: Samples, path: str, budgets: Sequence[int]) -> Json:
 
 @cache
 def page() -> bytes:
-    """The HTML page at `/`: one file without data, which asks /v1/status and loads nothing else."""
+    """The HTML page at `/`: one file without data, which requests /v1/status and nothing else."""
     return files("encoder_service.ops").joinpath("status.html").read_bytes()
 
 
 @cache
 def policy() -> str:
-    """The page's Content-Security-Policy: no script but its own, no host but ours.
+    """The page's Content-Security-Policy, which allows no script but its own and no host but ours.
 
-    The page quotes error messages, which may quote hostile clients.
+    The page shows error messages, which may quote hostile clients.
     """
     (script,) = re.findall(rb"<script>(.*?)</script>", page(), re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script).digest()).decode()

@@ -1,6 +1,6 @@
-"""What a request carries, how its body is read, and which format its response has.
+"""The items of a request, how its body is parsed, and how file formats are recognised.
 
-Knows neither HTTP, gRPC, models nor limits on items.
+Knows nothing of HTTP, gRPC, models or limits on items.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from encoder_service.wire.formats import (
 VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
 """Container formats that are treated as videos."""
 SOUNDS = ("WAV", "FLAC", "OGG", "MP3")
-"""The same for audio."""
+"""Formats that are treated as audio."""
 KINDS: tuple[Literal["image", "video", "audio"], ...] = ("image", "video", "audio")
 
 SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
@@ -48,7 +48,7 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("OGG", 0, b"OggS"),
     ("MP3", 0, b"ID3"),
     *(("MP3", 0, bytes((0xFF, second))) for second in (0xFB, 0xFA, 0xF3, 0xF2, 0xE3, 0xE2)),
-    # Not supported; known for the error message.
+    # Not supported as images. Known for error messages, the first three also as videos.
     ("MP4 or QuickTime", 4, b"ftyp"),
     ("Matroska or WebM", 0, b"\x1aE\xdf\xa3"),
     ("AVI", 8, b"AVI "),
@@ -70,9 +70,9 @@ SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
 
 COUNTS = ("min_pixels", "max_pixels", "max_patches", "num_frames")
 KWARGS = (*COUNTS, "fps")
-"""What a request may say of how an item is sized and sampled: actors.types.ProcessorKwargs."""
+"""Options for how an item is sized and sampled: the fields of actors.types.ProcessorKwargs."""
 MOST_COUNT = 2**31
-"""Their values are below this, whatever a model takes."""
+"""Their values must be below this, whatever a model takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +90,12 @@ class RequestItem:
     num_frames: int | None = None
 
     def own(self) -> dict[str, Any]:
-        """Its own options, which are not checked."""
+        """The item's own options, not checked."""
         values = {name: getattr(self, name) for name in KWARGS}
         return {name: value for name, value in values.items() if value is not None}
 
     def kwargs(self) -> dict[str, Any]:
-        """What it says of how it is sized and sampled. Raises WireError for a wrong value."""
+        """The item's own options for sizing and sampling. Raises WireError for a wrong value."""
         given = self.own()
         for name, value in given.items():
             check_option(name, value)
@@ -106,13 +106,13 @@ class RequestItem:
         return {name: value for name, value in given.items() if name != "fps"}
 
     def document(self) -> Document:
-        """The entry of "items" in a msgpack request."""
+        """The item's entry in "items" of a msgpack request."""
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         return {name: value for name, value in values.items() if value is not None}
 
 
 def is_file(content_type: str) -> bool:
-    """Whether a body is one bare file."""
+    """Whether the body is one bare file, by its content type."""
     return content_type.lstrip().lower().startswith(tuple(f"{kind}/" for kind in KINDS))
 
 
@@ -170,7 +170,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
 
 
 def check_option(name: str, value: Any) -> None:
-    """Raises WireError unless it is a value that one of KWARGS may have."""
+    """Raises WireError unless the option, one of KWARGS, may have this value."""
     kinds: tuple[type, ...] = (int,) if name in COUNTS else (int, float)
     if type(value) not in kinds or not 0 < value < MOST_COUNT:
         number = "a whole number" if name in COUNTS else "a number"

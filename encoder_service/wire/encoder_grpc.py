@@ -1,8 +1,8 @@
 """The gRPC service of encoder.proto: a stub for callers, handlers for servers, messages with rows.
 
-Made from the descriptor, so that only the messages (encoder_pb2.py) are generated. Rows are neither
-copied into messages by servers nor out of them by callers: `packed` and `unpacked` write and read
-the one field that holds them.
+Built from the descriptor, so that only the messages (encoder_pb2.py) are generated code. Servers do
+not copy rows into messages, and callers do not copy them out: `packed` and `unpacked` write and
+read the one field that holds them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ DATA = pb.Embedding.DATA_FIELD_NUMBER << 3 | BYTES
 """Keys of fields: one byte each."""
 
 CHUNK_KEY = "chunk-bytes"
-"""Metadata of EncodeStream and Fetch: the rows that a chunk may hold, in bytes."""
+"""Metadata key of EncodeStream and Fetch: maximum bytes of rows in a chunk."""
 SMALLEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES = 2**16, 7 * 2**19
-"""What it may be. By default a client of gRPC refuses messages over 4 MiB."""
+"""Range of its value. By default a gRPC client refuses messages over 4 MiB."""
 
 
 class EncoderStub:
@@ -78,9 +78,10 @@ def serialized(message: Any) -> bytes:
 
 
 def packed(outer: Any, items: Iterable[tuple[pb.Embedding, Any]]) -> bytes:
-    """An EncodeResponse or EncodeChunk, given without embeddings, with embeddings and their rows.
+    """Serializes an EncodeResponse or EncodeChunk, given without embeddings, together with
+    embeddings and their rows.
 
-    Rows are buffers, copied once, into the result.
+    Rows are buffers. They are copied once, into the result.
     """
     pieces = [outer.SerializeToString()]
     for embedding, data in items:

@@ -1,8 +1,8 @@
 """Documents and tensors as bytes, without torch: msgpack, JSON, safetensors, .npz.
 
-Of a document, only the "data" of its "items" is interpreted: the memory of a tensor of that item's
-"dtype" and "shape", with a scale for each row in "scales" if it is of float8_e4m3. numpy has
-neither float8 nor bfloat16: both become float32 there.
+Only the "data" of a document's "items" is interpreted. It is the memory of a tensor of the item's
+"dtype" and "shape". For float8_e4m3, "scales" has a scale for each row. numpy has neither float8
+nor bfloat16, so both become float32 there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NPZ = "application/x-npz"
 
 MOST_ENTRIES = 65_536  # in one msgpack array or map
 MOST_VALUES = 8192
-"""In the body of a request. An item is five values, so a thousand items fit."""
+"""Maximum values in the body of a request. An item is five values, so a thousand items fit."""
 
 FIXED_BYTES = {0xCA: 4, 0xCB: 8} | {first + i: 2**i for first in (0xCC, 0xD0) for i in range(4)}
 """Bytes that follow the first byte of a msgpack number."""
@@ -37,7 +37,8 @@ COUNT_LENGTHS = {0xDC: 2, 0xDD: 4, 0xDE: 2, 0xDF: 4}
 """Bytes of the count field of msgpack arrays and maps."""
 EXTENSIONS = {0xC7, 0xC8, 0xC9, *range(0xD4, 0xD9)}
 CHUNK_CHARACTERS = 2**22
-"""Of base64 at a time, because a call holds the GIL. Divisible by 4, three quarters of it by 3."""
+"""Characters of base64 per call, because a call holds the GIL. Divisible by 4, and three quarters
+of it by 3."""
 
 CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32", "float8_e4m3": "F8_E4M3"}
 """The dtypes' names in safetensors files."""
@@ -57,7 +58,7 @@ class UnsupportedType(WireError):
 
 
 # The parsers of msgpack and JSON hold the GIL while they build values, and an empty list of one
-# byte becomes 56 bytes. Hence the values in the body of a request are counted before it is parsed.
+# byte becomes 56 bytes. So the values in the body of a request are counted before it is parsed.
 
 
 def check_json(body: bytes | bytearray, most: int = MOST_VALUES) -> None:
@@ -66,7 +67,7 @@ def check_json(body: bytes | bytearray, most: int = MOST_VALUES) -> None:
 
 
 def check_msgpack(body: bytes | bytearray) -> None:
-    """Raises WireError for too many values, as arrays and maps declare them, and for extensions.
+    """Raises WireError if arrays and maps declare too many values, and for extensions.
 
     Reads only the headers, and skips the content of strings and binaries.
     """
@@ -158,8 +159,8 @@ def without(document: Document, *names: str) -> Document:
 
 
 def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
-    """Tensors are named "0", "1", ... by index, their scales "0.scales", "1.scales", ...; the rest
-    is JSON, "answer" in the metadata."""
+    """Tensors are named "0", "1", ... by index, their scales "0.scales", "1.scales", ... The rest
+    of the document is JSON, as "answer" in the metadata."""
     named = {str(item["index"]): item for item in answer["items"] if "data" in item}
     scales = {
         f"{name}.scales": {"dtype": "float32", "shape": item["shape"][:1], "data": item["scales"]}
@@ -167,7 +168,7 @@ def write_safetensors(answer: Document, encoding: str) -> list[Piece]:
         if "scales" in item
     }
     items = [without(item, "data", "scales") for item in answer["items"]]
-    # Scales first: they stay aligned.
+    # Scales first, so that they stay aligned.
     return to_safetensors(scales | named, {"answer": json.dumps({**answer, "items": items})})
 
 
@@ -212,8 +213,8 @@ def array_of(item: Document) -> npt.NDArray[Any]:
 def to_array(
     data: Buffer, dtype: str, shape: Sequence[int], scales: Buffer = b""
 ) -> npt.NDArray[Any]:
-    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly;
-    float8_e4m3 becomes float32, times its `scales`.
+    """Row-major little-endian memory as an array of `shape`. bfloat16 becomes float32, exactly.
+    float8_e4m3 becomes float32, multiplied by its `scales`.
 
     float16 and float32 are views of `data`. Raises ValueError if the sizes do not agree.
     """
@@ -253,7 +254,7 @@ def read_json(body: bytes | bytearray) -> Document:
 
 
 def from_base64(text: str, where: str) -> bytes:
-    """Decodes strict base64: no line breaks, one alphabet, right padding. Raises WireError."""
+    """Decodes strict base64: no line breaks, one alphabet, correct padding. Raises WireError."""
     try:
         if text.find("=", 0, -2) >= 0:
             raise ValueError("padding before its end")

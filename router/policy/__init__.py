@@ -1,1 +1,1 @@
-"""Pure policy: balancing, load, cache affinity, coalescing. Knows neither Ray nor torch."""
+"""Pure policy: balancing, load, cache affinity, queueing, pools. Knows neither Ray nor torch."""

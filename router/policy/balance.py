@@ -1,4 +1,4 @@
-"""Which replica takes which item: by load, and by whose cache should hold the embedding. Pure.
+"""Assigns items to replicas by load, and by which cache should hold the embedding. Pure.
 
 Knows neither clocks nor where costs and loads come from.
 """
@@ -17,41 +17,41 @@ from actors.types import DTYPE_BYTES, Embedding, Media
 from router.options import Policy
 
 PATIENCE = 9
-"""An item goes to the replica whose cache should hold it if that carries at most this many times
-the item's own cost more than the least loaded one. A hit does not wait for that load but a miss
+"""An item goes to the replica whose cache should hold it if the load of that replica exceeds the
+least load by at most this many times the item's cost. A hit does not wait for that load but a miss
 does, so this pays off even if one expected hit in ten is a miss."""
 MAX_ENTRIES = 100_000
-"""Embeddings remembered for each replica: some 30 MB, however small the embeddings are."""
+"""Maximum embeddings remembered per replica, in some 30 MB, however small the embeddings are."""
 
 Shards = dict[str, list[int]]
 """The positions of each replica's items, in the order in which they were assigned."""
 
 
 class ReplicaGroup(NamedTuple):
-    """Replicas that are equally fast. Costs and loads are in patches or seconds, in all groups the
-    same."""
+    """Replicas of equal speed. Costs and loads are in patches or in seconds, the same in all
+    groups."""
 
     costs: Sequence[float]
-    """Of each item on these replicas."""
+    """The cost of each item on these replicas."""
     loads: Mapping[str, float]
-    """What each replica has to do before it."""
+    """The work that each replica has to do first."""
 
 
 Plan = Callable[[Sequence[ReplicaGroup]], Shards]
-"""From the replicas and what the items cost there, to shards.
+"""Makes shards from the replicas and the costs of the items there.
 
-Every item is in exactly one shard; shards are in the order of the loads, and none is empty. Raises
-ValueError where there is no replica.
+Every item is in exactly one shard. Shards are in the order of the loads, and none is empty. Raises
+ValueError if there is no replica.
 """
 
 Identity = tuple[str, ...]
 
 
 def largest_first(groups: Sequence[ReplicaGroup]) -> Shards:
-    """Greedy: sizes descending, each to the replica that is done with it first. Ties: the earlier
-    group, and the earlier replica.
+    """Greedy: assigns items by descending size, each to the replica that would finish it first.
+    Ties go to the earlier group, and within a group to the earlier replica.
 
-    On idle replicas of one group the longest shard is within 4/3 of the best possible (Graham,
+    On idle replicas of one group, the longest shard is within 4/3 of the best possible (Graham,
     1969).
     """
     shards = none_assigned(groups)
@@ -70,7 +70,7 @@ def largest_first(groups: Sequence[ReplicaGroup]) -> Shards:
 
 
 def one_by_one(choose: Callable[[Mapping[str, float]], str]) -> Plan:
-    """Items in their order, each to the replica that is chosen from the loads so far."""
+    """Assigns items in their order, each to the replica that is chosen from the loads so far."""
 
     def plan(groups: Sequence[ReplicaGroup]) -> Shards:
         shards = none_assigned(groups)
@@ -86,7 +86,7 @@ def one_by_one(choose: Callable[[Mapping[str, float]], str]) -> Plan:
 
 
 def round_robin() -> Plan:
-    """In turn, regardless of sizes and loads; the turn carries over from plan to plan."""
+    """Replicas in turn, regardless of sizes and loads. The turn carries over between plans."""
     turn = count()
     return one_by_one(lambda loads: list(loads)[next(turn) % len(loads)])
 
@@ -115,7 +115,8 @@ POLICIES: dict[Policy, Callable[[Random], Plan]] = {
 
 
 def plan_around(plan: Plan, groups: Sequence[ReplicaGroup], placed: Mapping[int, str]) -> Shards:
-    """Shards of all items, placed ones first. The others are planned as if those cost nothing."""
+    """Shards of all items, placed ones first. The others are planned as if placed ones cost
+    nothing."""
     shards = none_assigned(groups)
     for position, replica in placed.items():
         shards[replica].append(position)
@@ -137,23 +138,23 @@ def without_empty(shards: Shards) -> Shards:
 
 
 class CacheAffinity:
-    """Which replica's cache should hold an embedding.
+    """Predicts which replica's cache holds an embedding.
 
-    Remembers which embeddings came from each replica: as many as its cache of `max_bytes` holds
-    (0: there are no caches), evicting the least recently used. With one router that is exactly
-    what the cache holds, with several approximately. A wrong guess costs nothing but the choice of
+    Remembers the latest embeddings from each replica, as many as its cache of `max_bytes` holds
+    (0: there are no caches), and evicts the least recently used. With one router this is exactly
+    what the cache holds, with several it is approximate. A wrong guess only affects the choice of
     the replica.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._cached: dict[str, OrderedDict[Identity, int]] = {}
-        """Bytes of each embedding, by replica."""
+        """Bytes of each embedding, per replica."""
         self._bytes: dict[str, int] = {}
         self._replica: dict[Identity, str] = {}
 
     def saw(self, media: Media, embedding: Embedding) -> None:
-        """A replica gave this, so its cache holds it now."""
+        """Records that a replica returned this embedding, so that its cache holds it now."""
         size = math.prod(embedding.shape) * DTYPE_BYTES[embedding.dtype]
         if size > self._max_bytes:
             return
@@ -174,7 +175,8 @@ class CacheAffinity:
             del self._bytes[replica]
 
     def place(self, media: Sequence[Media], groups: Sequence[ReplicaGroup]) -> dict[int, str]:
-        """The replica of each item that should be cached and is worth the wait, by position."""
+        """The replica for each item that should be in its cache, if it is worth the wait, by the
+        item's position."""
         least = min((load for group in groups for load in group.loads.values()), default=0)
         placed = {}
         for position, item in enumerate(media):

@@ -1,4 +1,4 @@
-"""Which of the requests that wait is sent to the replicas next. Pure."""
+"""Decides which waiting request is sent to the replicas next. Pure."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ Request = TypeVar("Request")
 class FairQueue(Generic[Request]):
     """Weighted fair queueing (Demers, Keshav, Shenker, 1989), where each flow is one request.
 
-    Requests are in the order in which they would end if all of them shared the fleet equally: small
-    ones pass large ones, equal ones keep their order, and none waits forever.
+    Requests are in the order in which they would finish if all of them shared the fleet equally:
+    small ones overtake large ones, equal ones keep their order, and none waits forever.
     """
 
     def __init__(self) -> None:
         self._shared = 0.0
-        """How much each waiting request would have got since the start, shared equally."""
+        """How much each waiting request would have received since the start by equal sharing: the
+        virtual time."""
         self._number = count()
         self._waiting: list[tuple[float, int, float, Request]] = []
-        """Sorted: the share at which a request would end, its number, its size, the request."""
+        """Sorted: the virtual time at which a request would finish, its number, its size, and the
+        request."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -30,14 +32,14 @@ class FairQueue(Generic[Request]):
         insort(self._waiting, (self._shared + size, next(self._number), size, request))
 
     def remove(self, request: Request) -> None:
-        """Does nothing if it does not wait."""
+        """Does nothing if the request is not in the queue."""
         self._waiting = [one for one in self._waiting if one[3] != request]
 
     def __getitem__(self, place: int) -> Request:
         return self._waiting[place][3]
 
     def pop(self, place: int = 0) -> Request:
-        """`place`: later than the first where those before it cannot be sent."""
+        """`place`: later than the first if the requests before it cannot be sent."""
         _, _, size, request = self._waiting[place]
         self._shared += size / len(self._waiting)
         del self._waiting[place]

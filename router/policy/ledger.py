@@ -1,6 +1,6 @@
-"""Who carries how many patches, and whether there is room for more. Pure.
+"""Tracks how many patches each replica has, and whether there is room for more. Pure.
 
-Times are arguments, in seconds of any steady clock.
+Times are arguments, in seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ from actors.types import Cost, Work
 from router.policy.balance import ReplicaGroup
 
 REPORT_AGE_SECONDS = 1.5
-"""How old a report may be: the period of reports, and their way through Serve's controller."""
+"""How old a report may be: the period of reports plus their delay in Serve's controller."""
 TOLD_REPLICAS = 16
-"""The largest fleet whose replicas tell each router at once of items that other routers sent, and
-when none are left. In larger ones that many messages gain nothing: routers that all know the same
-replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
+"""The largest fleet whose replicas notify each router at once of items that other routers sent, and
+when none are left. In larger fleets that many messages gain nothing, because routers that all know
+the same replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
 TOLD_PATCHES, TOLD_SECONDS = 4096, 0.004
-"""Replicas that encode an image of so many patches in less time do not tell: in simulations the
-news comes too late to help (BENCHMARKS.md, Balance)."""
+"""Replicas that encode an image of this many patches in less time do not notify routers, because in
+simulations the notifications arrive too late to help (BENCHMARKS.md, Balance)."""
 RETRY_AFTER_SECONDS = (1.0, 30.0)
-"""The least and the most that a refused caller is told to wait."""
+"""Minimum and maximum time that a rejected caller is told to wait."""
 WAITED_FRACTION = 0.25
 """The queue is not limited before its oldest item has waited for this fraction of
 `max_queue_seconds`."""
 LOOK_BACK_SECONDS = 5.0
-"""Busy time over which the throughput is averaged; older work hardly counts."""
-MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is believed
+"""Busy time over which the throughput is averaged. Older work hardly counts."""
+MIN_BUSY_SECONDS = 1.0  # busy time before a throughput is trusted
 SENT_SECONDS, SENT_ITEMS = 0.25, 8
-"""Requests wait in a router while every replica has so many seconds, and so many items, of this
-router's work: enough to fill packs and to keep decoding processes busy. More would only be a queue
-in the replicas, which a small request could not pass. With 0.15 s an H200 had pauses."""
+"""Requests wait in a router while every replica has this many seconds, and this many items, of this
+router's work, which is enough to fill packs and to keep decoding processes busy. More would only
+form a queue in the replicas that a small request could not overtake. With 0.15 s an H200 had
+pauses."""
 UNMEASURED_SECONDS, UNMEASURED_ITEMS = 0.15, 32
 """The same, for replicas that have not measured what an item costs, as on the CPU."""
 
@@ -46,24 +47,24 @@ class Reservation:
 
     work: Work
     since_seconds: float  # when it was admitted
-    replica: str | None = None  # the replica that has it; None: between two replicas
+    replica: str | None = None  # the replica that has it; None: on no replica
 
 
 @dataclass(slots=True)
 class Account:
-    """What one replica has to do, as this router knows it."""
+    """The outstanding work of one replica, as this router knows it."""
 
     own: int = 0
-    """What this router has there."""
+    """Work of this router."""
     reported: int = 0
-    """What the replica says it has, from every router."""
+    """Work of all routers, as the replica last reported it."""
     peaks: list[int] = field(default_factory=lambda: [0, 0])
-    """The most that `own` was since `peaks_since_seconds`, and in the period before."""
+    """The maximum of `own` since `peaks_since_seconds`, and in the period before."""
     peaks_since_seconds: float = -math.inf
     others: int = 0
-    """What other routers had there, when it last answered."""
+    """Work of other routers when the replica last told this router its load."""
     heard_seconds: float = -math.inf
-    """When that was."""
+    """When the replica last did so. Reports do not count."""
 
     def add(self, amount: int) -> None:
         self.own += amount
@@ -74,11 +75,11 @@ class Account:
         self.heard_seconds = now
 
     def load(self, now: float) -> int:
-        """Of all routers.
+        """The outstanding work of all routers.
 
-        What a replica said with a recent answer is most accurate. Otherwise its last report counts.
-        That is old, so the most that this router had there meanwhile is subtracted: otherwise its
-        own finished work would count as that of others.
+        What a replica told this router recently is most accurate. Otherwise its last report counts.
+        The report is old, so the maximum that this router had there meanwhile is subtracted.
+        Otherwise this router's finished work would count as work of others.
         """
         if now >= self.peaks_since_seconds + REPORT_AGE_SECONDS:
             self.peaks = [self.own, self.peaks[0]]
@@ -89,17 +90,17 @@ class Account:
 
 
 class Accounts(NamedTuple):
-    """Of one replica. Both together give its seconds, whatever its speed."""
+    """The accounts of one replica. Both together give its load in seconds, whatever its speed."""
 
     patches: Account
     pairs: Account
 
 
 class Throughput:
-    """Patches per second of busy time, exponentially averaged.
+    """Patches per second of busy time, as an exponential moving average.
 
-    Time without work says nothing about how fast the fleet is, and is left out. With little to do
-    the rate is below the fleet's best; it rises within seconds as more is waiting.
+    Idle time says nothing about how fast the fleet is, and is left out. With little work the rate
+    is below the fleet's best; it rises within seconds as more work waits.
     """
 
     def __init__(self) -> None:
@@ -108,20 +109,20 @@ class Throughput:
         self._seen = 0.0
 
     def resume(self, now: float) -> None:
-        """Work begins again: the time before `now` does not count."""
+        """Called when work begins again. The idle time before `now` does not count."""
         self._seen = now
 
     def did(self, patches: int, now: float) -> None:
-        """Counts patches that were done. Since `resume` there must have been work all the time."""
+        """Counts finished patches. There must have been work all the time since `resume`."""
         passed = (now - self._seen) / LOOK_BACK_SECONDS
         kept = math.exp(-passed)
-        # As if done evenly over the time that passed: a lump at its end would weigh too much.
+        # As if done evenly over the elapsed time, because a lump at its end would weigh too much.
         self._patches = self._patches * kept + patches * ((1 - kept) / passed if passed else 1)
         self._seconds = self._seconds * kept + LOOK_BACK_SECONDS * (1 - kept)
         self._seen = now
 
     def seconds(self, patches: float) -> float | None:
-        """How long this many take. None: not measured yet."""
+        """How long this many patches take. None: not measured yet."""
         if self._seconds < MIN_BUSY_SECONDS or not self._patches:
             return None
         return patches * self._seconds / self._patches
@@ -133,7 +134,7 @@ class Ledger:
     def __init__(
         self, limit_patches: int, exclude_seconds: float, queue_seconds: float = math.inf
     ) -> None:
-        """Admits up to the limit, and while the queue takes at most `queue_seconds`."""
+        """Admits patches up to the limit, and while the queue takes at most `queue_seconds`."""
         self.configure(limit_patches, exclude_seconds, queue_seconds)
         self.outstanding = 0
         self._accounts: defaultdict[str, Accounts] = defaultdict(
@@ -143,15 +144,15 @@ class Ledger:
         self._throughput = Throughput()
         self._sent_patches = 0
         self._sent_items: defaultdict[str, int] = defaultdict(int)
-        """On each replica."""
+        """Items of this router on each replica."""
         self._turns: dict[str, int] = {}
         """When each replica last got an item of this router, counted in items."""
         self._assigned = 0
         self._open: dict[Reservation, None] = {}
-        """In the order of admission."""
+        """Reservations that were not released, in the order of admission."""
 
     def configure(self, limit_patches: int, exclude_seconds: float, queue_seconds: float) -> None:
-        """Applies to what comes next."""
+        """Changes the limits from now on."""
         self._limit = limit_patches
         self._exclude_seconds = exclude_seconds
         self._queue_seconds = queue_seconds
@@ -168,11 +169,11 @@ class Ledger:
 
     @property
     def waiting_per_sent(self) -> float:
-        """Patches that wait for each one that is on a replica."""
+        """Patches that wait per patch that is on a replica."""
         return self.waiting / (self._sent_patches or 1)
 
     def has_room(self, costs: Mapping[str, Cost | None]) -> bool:
-        """Whether one of these replicas needs more from this router to be busy."""
+        """Whether any of these replicas needs more work from this router to stay busy."""
         return any(self._needs_more(replica, cost) for replica, cost in costs.items())
 
     def _needs_more(self, replica: str, cost: Cost | None) -> bool:
@@ -187,16 +188,16 @@ class Ledger:
         return cost.work_seconds(Work(patches.own, pairs.own)) < SENT_SECONDS
 
     def turn(self, replica: str) -> int:
-        """Lower: it has waited longer for an item of this router."""
+        """Sort key: lower for a replica that has waited longer for an item of this router."""
         return self._turns.get(replica, 0)
 
     def admit(self, items: Sequence[Work], now: float) -> list[Reservation]:
-        """One reservation per item, all or none.
+        """Returns one reservation per item. Admits all items or none.
 
-        Raises TooLarge for what could never be admitted, even with nothing in flight. Raises
-        Overloaded when there is no room now or the queue is too long, with the time after which
-        that should have changed. The request's own size does not count towards the queue, or large
-        requests would never be admitted under load.
+        Raises TooLarge for a request that could never be admitted, even with nothing in flight.
+        Raises Overloaded, with the time after which to retry, if there is no room now or the queue
+        is too long. The request's own size does not count towards the queue, because large requests
+        would then never be admitted under load.
         """
         patches = Work.of(items).patches
         if patches > self._limit:
@@ -214,7 +215,7 @@ class Ledger:
         return admitted
 
     def check_room(self, now: float, patches: int = 1) -> None:
-        """Raises Overloaded where `admit` would for this many patches."""
+        """Raises Overloaded if `admit` would for this many patches."""
         excess = self.outstanding + patches - self._limit
         if excess > 0:
             raise Overloaded(
@@ -231,7 +232,7 @@ class Ledger:
             )
 
     def assign(self, reservation: Reservation, replica: str | None) -> None:
-        """Moves an item to a replica, or away from one. Once released, does nothing."""
+        """Moves an item to a replica, or away from one. Does nothing once the item is released."""
         if reservation not in self._open:
             return
         if reservation.replica is not None:
@@ -243,7 +244,8 @@ class Ledger:
             self._move(replica, reservation.work, 1)
 
     def release(self, reservation: Reservation, now: float, *, done: bool) -> None:
-        """Gives its patches back; the second time does nothing. `done`: they were encoded."""
+        """Releases the patches of an item. A second call does nothing. `done`: they were
+        encoded."""
         if reservation not in self._open:
             return
         self.assign(reservation, None)
@@ -253,7 +255,7 @@ class Ledger:
         self._throughput.did(patches if done else 0, now)
 
     def report(self, reported: Mapping[str, Work]) -> None:
-        """Takes the replicas' reports of what they carry. Forgets idle replicas that are gone."""
+        """Records the load that each replica reported. Forgets idle replicas that are gone."""
         for replica, work in reported.items():
             for account, amount in self._of(replica, work):
                 account.reported = amount
@@ -264,23 +266,23 @@ class Ledger:
                 del known[replica]
 
     def hear(self, replica: str, outstanding: Work, now: float) -> None:
-        """Takes the load of all routers that a replica told this one, with an answer or without.
+        """Records the load of all routers, which a replica sent with an answer or on its own.
 
-        Reports alone come so late that all routers avoid and then prefer the same replicas: with
-        eight routers that was worse than no balancing (`simulate --reports-alone`).
+        Reports alone arrive so late that all routers avoid, and then prefer, the same replicas.
+        With eight routers that was worse than no balancing (`simulate --reports-alone`).
         """
         for account, amount in self._of(replica, outstanding):
             account.hear(amount, now)
 
     def loads(self, replicas: Iterable[str], now: float) -> dict[str, int]:
-        """Outstanding patches, own ones and those of other routers, in the order given."""
+        """Outstanding patches of all routers on each replica, in the order given."""
         return {replica: self._accounts[replica].patches.load(now) for replica in replicas}
 
     def groups(
         self, items: Sequence[Work], costs: Mapping[str, Cost | None], now: float
     ) -> list[ReplicaGroup]:
-        """For a plan of these items over these replicas: in seconds, or in patches where it is not
-        known what one of them costs on each replica."""
+        """The input for a plan of these items over these replicas: in seconds, or in patches if the
+        cost of work is unknown for any of the replicas."""
         known = {replica: cost for replica, cost in costs.items() if cost is not None}
         if len(known) < len(costs):
             return [ReplicaGroup([item.patches for item in items], self.loads(costs, now))]
@@ -291,25 +293,26 @@ class Ledger:
         return by_cost(items, known, seconds)
 
     def exclude(self, replica: str, now: float) -> None:
-        """No new work for a replica that just failed."""
+        """Excludes a replica that just failed from new work."""
         self._excluded_until[replica] = now + self._exclude_seconds
 
     def excluded(self, replica: str, now: float) -> bool:
         return now < self._excluded_until.get(replica, -math.inf)
 
     def _move(self, replica: str, work: Work, sign: int) -> None:
-        """An item to a replica (1), or away from it (-1)."""
+        """Moves an item to a replica (1), or away from it (-1)."""
         self._sent_items[replica] += sign
         self._sent_patches += sign * work.patches
         for account, amount in self._of(replica, work):
             account.add(sign * amount)
 
     def _of(self, replica: str, work: Work) -> Iterable[tuple[Account, int]]:
-        """Each account of a replica, and what of this work it counts."""
+        """Each account of a replica, with the amount of this work that it counts."""
         return zip(self._accounts[replica], work, strict=True)
 
     def _queues(self, now: float) -> bool:
-        """Whether items really wait: the oldest has for a while, and no sound replica is idle.
+        """Whether items really queue: the oldest has waited for a while, and no usable replica is
+        idle.
 
         Otherwise the measured throughput is far below the fleet's best.
         """
@@ -321,7 +324,7 @@ class Ledger:
 
 
 def tells(costs: Mapping[str, Cost | None]) -> bool:
-    """Whether a fleet of such replicas tells routers at once of each other's items."""
+    """Whether replicas with these costs notify routers at once of each other's items."""
     measured = (cost.seconds([TOLD_PATCHES]) for cost in costs.values() if cost)
     return len(costs) <= TOLD_REPLICAS and min(measured, default=TOLD_SECONDS) >= TOLD_SECONDS
 
@@ -329,7 +332,7 @@ def tells(costs: Mapping[str, Cost | None]) -> bool:
 def by_cost(
     items: Sequence[Work], costs: Mapping[str, Cost], loads: Mapping[str, float]
 ) -> list[ReplicaGroup]:
-    """The replicas of each cost. Each has to launch what it gets, after the seconds in `loads`."""
+    """Groups the replicas by cost. Their loads are the given seconds plus one launch."""
     groups: defaultdict[Cost, dict[str, float]] = defaultdict(dict)
     for replica, cost in costs.items():
         groups[cost][replica] = loads[replica] + cost.launch_seconds
@@ -339,6 +342,6 @@ def by_cost(
 
 
 def within(seconds: float | None) -> float:
-    """Seconds that a refused caller is told to wait."""
+    """Seconds that a rejected caller is told to wait."""
     least, most = RETRY_AFTER_SECONDS
     return min(most, max(least, seconds or least))

@@ -1,4 +1,4 @@
-"""Which replicas take an item: pools differ in the largest item that fits a pack. Pure."""
+"""Which replicas can take an item. Pools differ in the largest item that fits a pack. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from operator import le
 from actors.errors import Unavailable
 
 Sizes = tuple[tuple[int, ...] | None, ...]
-"""Replica.largest_item of pools."""
+"""The Replica.largest_item of each of some pools."""
 
 
 class Pools:
-    """The replicas by the largest item that they take."""
+    """The replicas, grouped by the largest item that they can take."""
 
     def __init__(self, largest_items: Mapping[str, tuple[int, ...] | None]) -> None:
-        """Of each replica: Replica.largest_item."""
+        """`largest_items`: the Replica.largest_item of each replica."""
         self._by_size: dict[tuple[int, ...] | None, list[str]] = {}
         for replica, size in largest_items.items():
             self._by_size.setdefault(size, []).append(replica)
@@ -28,15 +28,15 @@ class Pools:
         return len(self._sizes) > 1
 
     def taking(self, tokens: tuple[int, ...]) -> Sizes:
-        """The pools that take an item of so many tokens on each path; (): none does."""
+        """The pools that can take an item of this many tokens on each path. Empty if none can."""
         return within(self._sizes, tokens)
 
     def replicas(self, sizes: Sizes) -> list[str]:
-        """Those of these pools."""
+        """The replicas of these pools."""
         return [replica for most in sizes for replica in self._by_size[most]]
 
     def too_large(self, tokens: Sequence[int]) -> Unavailable:
-        """For an item that no pool takes."""
+        """The error for an item that no pool can take."""
         most = max(size for size in self._by_size if size)
         has, take = (" and ".join(map(str, each)) for each in (tokens, most))
         return Unavailable(
@@ -50,8 +50,8 @@ class Pools:
         waiting: Iterable[tuple[tuple[int, ...], int]],
         sent: Callable[[str], int],
     ) -> float:
-        """Patches that wait for a replica, for each one that was sent to it. Those that several
-        pools take are divided by what was sent to each.
+        """Patches that wait for a replica, per patch that was sent to it. Patches that several
+        pools can take are divided in proportion to what was sent to each pool.
 
         `waiting`: tokens and patches of each request; `sent`: patches on a replica.
         """
@@ -66,7 +66,7 @@ class Pools:
         )
 
 
-@lru_cache(10_000)  # asked for every request that waits, whenever encoders get room
+@lru_cache(10_000)  # called for every waiting request, whenever encoders get room
 def within(sizes: Sizes, tokens: tuple[int, ...]) -> Sizes:
-    """Of these largest items, those that an item is within, on each path."""
+    """The sizes that hold an item of this many tokens, on every path."""
     return tuple(most for most in sizes if most is None or all(map(le, tokens, most)))

@@ -1,1 +1,1 @@
-"""The encoder replicas: which there are, whether they live, and how they are called."""
+"""The encoder replicas: which exist, whether they are alive, and how they are called."""

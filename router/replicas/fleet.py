@@ -1,7 +1,8 @@
-"""The replicas as the dispatcher sees them, and as Serve last told this process of them.
+"""The replicas as the dispatcher sees them, and as Serve last reported them to this process.
 
-serve_fleet.py implements `Fleet` over gRPC and Ray. Knows nothing of Ray itself: Serve pickles the
-module of a request router (pinned.py) by value, so that state there would be a copy.
+serve_fleet.py implements `Fleet` over gRPC and Ray. This module knows nothing of Ray. It holds the
+published replicas, because Serve pickles the module of a request router (pinned.py) by value, so
+state there would be a copy.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from actors.rpc.server import METADATA_KEY, Endpoint
 from actors.types import Cost, Dtype, Media, Reply, Work
 
 TYPICAL_PATCHES = 4096
-"""Of the image by which the speeds of devices are compared."""
+"""Patches of the image by which the speeds of devices are compared."""
 
 
 class ShardLost(Exception):
@@ -25,27 +26,27 @@ class ShardLost(Exception):
 
 
 class ReplicaUnreachable(ShardLost):
-    """The call never began: the replica was dead before, or cannot be reached."""
+    """The call never began, because the replica was already dead or cannot be reached."""
 
 
 class ReplicaDied(ShardLost):
-    """It died after the call was sent: perhaps of one of the items."""
+    """The replica died after the call was sent, perhaps because of one of the items."""
 
 
 class PinnedReplicaUnavailable(Exception):
-    """The replica that a call is pinned to is gone, or does not take the call. Pickles."""
+    """The replica that a call is pinned to is gone, or does not take the call. Can be pickled."""
 
 
 class Fleet(Protocol):
     def reports(self) -> Mapping[str, Replica]:
-        """What each replica last said. Another object with every report."""
+        """What each replica last reported. Each report makes a new object."""
 
     def near(self) -> Collection[str]:
-        """Those on this process's node: where loads are equal, they get the next item."""
+        """The replicas on this process's node. If loads are equal, they get the next item."""
 
     def listen(self, heard: Callable[[str, Work], None]) -> None:
-        """From now on tells `heard` a replica and what it has to do, when the replica says so
-        without being asked: when items of other routers came, and when none are left."""
+        """From now on calls `heard` with a replica and its outstanding work when the replica sends
+        that on its own: when items of other routers arrived, and when none are left."""
 
     async def encode(
         self,
@@ -58,16 +59,16 @@ class Fleet(Protocol):
         waiting_per_sent: float,
         early: Callable[[Reply], None] | None,
     ) -> Reply:
-        """The answers of one replica, in order, and what it still has to do.
+        """Returns the answers of one replica, in order, and its outstanding work.
 
-        `keep`: it keeps the embeddings for a while, each has its id and no data.
-        `waiting_per_sent`: patches that wait for the replica, for the autoscaler. `early`: is given
-        answers as they come, except the last. Raises ShardLost, or a ServiceError, for all items
-        that were not answered early.
+        With `keep`, the replica keeps the embeddings for a while, and each has an id and no data.
+        `waiting_per_sent`: patches that wait for the replica per patch sent to it, for the
+        autoscaler. `early` is called with answers as they arrive, except the last. Raises ShardLost
+        or a ServiceError for all items that were not answered early.
         """
 
     async def check(self, replica: str) -> None:
-        """Returns if the replica is healthy. Raises as `encode`; one that hangs never answers."""
+        """Returns if the replica is healthy. Raises as `encode` does. Never returns if it hangs."""
 
     async def reach(self, replica: str) -> None:
         """Returns if the replica's node answers, whatever the replica does. Raises OSError."""
@@ -75,16 +76,17 @@ class Fleet(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What a replica says about itself."""
+    """What a replica reports about itself."""
 
     metadata: Mapping[str, Any]
-    """`record_replica_metadata`, without the endpoint and its token: once, when it was ready."""
+    """From `record_replica_metadata`, once when the replica became ready. Without the endpoint and
+    its token."""
     outstanding_patches: int
-    """`record_routing_stats`: about once a second."""
+    """From `record_routing_stats`, about once a second."""
     endpoint: Endpoint | None = None
     """None: it speaks another version of the protocol, or none."""
     outstanding_pairs: int = 0
-    """Of the same work as the patches."""
+    """Pairs of patches that attend to each other, of the same work."""
 
     @property
     def work(self) -> Work:
@@ -92,13 +94,13 @@ class Replica:
 
     @property
     def pool(self) -> str:
-        """Of the configuration. Empty: there are none."""
+        """The pool's name in the configuration. Empty: there are no pools."""
         return str(self.metadata.get("pool", ""))
 
     @property
     def largest_item(self) -> tuple[int, ...] | None:
-        """The most tokens on each path of what must fit one pack. None: other pools hold no more,
-        and what is larger runs here without a graph."""
+        """Maximum tokens of an item on each path, because the item must fit one pack. None: other
+        pools hold no more, and larger items run here without a graph."""
         given = self.metadata.get("largest_item")
         return None if given is None else tuple(given)
 
@@ -110,10 +112,10 @@ class Replica:
 
 
 def costs(replicas: Mapping[str, Replica]) -> dict[str, Cost | None]:
-    """What work costs on each replica; None: it did not say.
+    """What work costs on each replica. None: the replica did not report it.
 
-    Of replicas on devices of one name, the fastest measurement counts for all: they are equal, and
-    the others were measured while something else ran there.
+    The fastest measurement on devices of one name counts for all of them, because they are equal
+    and the others were measured while something else ran there.
     """
     measured: dict[str, list[Cost]] = {}
     for replica in replicas.values():
@@ -130,13 +132,14 @@ def costs(replicas: Mapping[str, Replica]) -> dict[str, Cost | None]:
 
 
 PUBLISHED: dict[tuple[str, str], Mapping[str, Replica]] = {}
-"""The replicas by id, of each deployment by its names (of the application, and its own).
+"""The replicas by id, for each (application name, deployment name).
 
-Each publication is a new mapping. One per process, because Serve constructs request routers and
-passes them nothing of ours; they may run in another thread than the reader's event loop.
+Each publication is a new mapping. Global to the process, because Serve constructs request routers
+and passes them nothing of ours. They may run in another thread than the reader's event loop.
 """
 
 
 def detached(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task with an empty context: in a request's, Serve would cancel it with the request."""
+    """Starts a task with an empty context, because in a request's context Serve would cancel it
+    with the request."""
     return asyncio.get_running_loop().create_task(work, context=Context())

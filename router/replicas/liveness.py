@@ -1,12 +1,12 @@
-"""Which replicas still answer.
+"""Detects replicas that no longer answer.
 
 A call may take long because there is much to do, but a process that hangs answers nothing, and
-Serve takes a while to replace it. So a replica that has been quiet for half of `stall_seconds`
-while it has calls of ours is asked for its health. If no answer comes in the other half, or a bad
-one, its calls are lost, and it gets no new ones until it answers.
+Serve takes a while to replace it. Therefore a replica that has calls of ours and has been quiet for
+half of `stall_seconds` gets a health check. If it does not pass within the other half, its calls
+are lost, and it gets no new ones until it answers.
 
-A node that is cut off or gone is noticed sooner: its kernel accepts no connection, whereas that of
-a process that is busy or hangs does.
+A node that is cut off or gone is noticed sooner, because its kernel accepts no connection, whereas
+the kernel of a running node does, even for a process that is busy or hangs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from router.replicas.fleet import ShardLost, detached
 PROBE_SECONDS = 0.5
 """How often the node of a replica that is quiet is probed."""
 REACH_SECONDS = 1.5
-"""How long a probe may take: TCP sends the first packet again after 1 s if it was lost."""
+"""How long a probe may take. TCP retransmits a lost first packet after 1 s."""
 
 
 class Liveness:
@@ -35,18 +35,18 @@ class Liveness:
     ) -> None:
         """`check` returns if the replica is healthy, `reach` if its node answers."""
         self.silent: set[str] = set()
-        """Replicas that have been asked and have not answered yet."""
+        """Replicas that did not answer a health check in time, and have not answered since."""
         self._check = check
         self._reach = reach
         self._half_seconds = stall_seconds / 2
         self._calls: defaultdict[str, set[asyncio.Timeout]] = defaultdict(set)
         self._answered_at: dict[str, float] = {}
-        """When each watched replica last answered a call, or got the first."""
+        """When each watched replica last answered a call, or got its first one."""
         self._watches: dict[str, asyncio.Task[None]] = {}
 
     @asynccontextmanager
     async def guard(self, replica: str) -> AsyncIterator[None]:
-        """Around a call: cancels it and raises ShardLost when the replica does not answer."""
+        """Wraps a call. Cancels it and raises ShardLost if the replica does not answer."""
         loop = asyncio.get_running_loop()
         limit = asyncio.timeout(self._half_seconds if replica in self.silent else None)
         self._calls[replica].add(limit)
@@ -63,7 +63,7 @@ class Liveness:
             self._calls[replica].discard(limit)
 
     async def _watch(self, replica: str) -> None:
-        """Checks a replica whenever it has been quiet for long enough; ends without calls."""
+        """Checks a replica whenever it has been quiet for long enough, until it has no calls."""
         loop = asyncio.get_running_loop()
         while self._calls[replica]:
             answered_at = self._answered_at[replica]
@@ -84,12 +84,13 @@ class Liveness:
         try:
             async with asyncio.timeout(REACH_SECONDS):
                 await self._reach(replica)
-        except OSError:  # TimeoutError, too
+        except OSError:  # TimeoutError included
             return False
         return True
 
     async def _check_health(self, replica: str, wait_seconds: float) -> None:
-        """Gives the replica up if no good answer comes in time, until it answers."""
+        """Ends the replica's calls if it does not pass the check in time, and waits until it
+        answers."""
         answer = asyncio.ensure_future(self._check(replica))
         await asyncio.wait([answer], timeout=wait_seconds)
         if not answer.done() or answer.cancelled() or answer.exception():

@@ -1,17 +1,17 @@
-"""Handle calls that reach the replica they name, and the list of replicas.
+"""Serve handle calls that are pinned to a replica, and the list of replicas.
 
 Set on the Encoder deployment: `request_router_class="router.replicas.pinned:PinnedRequestRouter"`.
-Serve pickles this module by value: no state here, and what is shared is imported inside methods.
+Serve pickles this module by value, so it has no state, and imports shared state inside methods.
 
-All of Serve that is private and used by this project is here:
+All private API of Serve that this project uses is used here:
 - the class `PowerOfTwoChoicesRequestRouter` and its `_choose_replica_for_request`, `_replicas` and
-  `_deployment_id`: `choose_replicas`, the documented hook, matches chosen replicas to waiting calls
-  by the id of the parent request, which sibling calls share, so that they get each other's replica
-  or wait for ever;
-- the option `_by_reference` of a handle, its default, so that answers with object references never
-  go by Serve's own gRPC, where they would never be released;
-- `_fetch_replica_results_async` of a broadcast, and `add_done_callback` of its results: the public
-  `results_async` loses all results if one replica hangs.
+  `_deployment_id`, because `choose_replicas`, the documented hook, matches chosen replicas to
+  waiting calls by the id of the parent request. Sibling calls share that id, so they would get each
+  other's replica or wait forever;
+- the option `_by_reference` of a handle, at its default, so that answers with object references
+  never go through Serve's own gRPC, where they would never be released;
+- `_fetch_replica_results_async` of a broadcast, and `add_done_callback` of its results, because the
+  public `results_async` loses all results if one replica hangs.
 tests/unit/router/test_pinned.py guards them.
 """
 
@@ -38,11 +38,11 @@ def by_reference(handle: DeploymentHandle, method: str) -> DeploymentHandle:
 
 
 async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:
-    """The result of a method of every replica; None for one that fails or takes too long."""
+    """Calls a method of every replica. The result is None for one that fails or takes too long."""
 
     async def ask(call: Any) -> tuple[str, str] | None:
-        # Serve has callbacks wait for the answer too. If they come to an answer of over 100 KB that
-        # nobody refers to any more, Ray aborts this process: refer to it until they were called.
+        # Serve's own callbacks wait for the answer too. If they run on an answer of over 100 KB
+        # that nothing refers to any more, Ray aborts this process. Keep a reference until then.
         call.add_done_callback(lambda _: call)
         try:
             async with asyncio.timeout(ASK_SECONDS / 2):
@@ -61,13 +61,13 @@ async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str]
 
 
 class PinnedRequestRouter(PowerOfTwoChoicesRequestRouter):  # type: ignore[misc]
-    """Sends a pinned call to its replica. Calls that are not pinned: power of two."""
+    """Sends a pinned call to its replica. Calls that are not pinned use power of two choices."""
 
     def initialize_state(self, **kwargs: Any) -> None:
         self._by_name: dict[str, Any] = {}
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Called for news of the controller: replicas came, went, or reported."""
+        """Called when the controller announces that replicas came, went, or reported."""
         super().update_replicas(replicas)
         self._publish()
 

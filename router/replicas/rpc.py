@@ -1,4 +1,4 @@
-"""The router's end of replica.proto: over a replica's unix socket on this node, else over TCP."""
+"""The router's side of replica.proto, over a replica's unix socket on this node, else over TCP."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ CHANNEL_OPTIONS = [
 ]
 
 STOPPED = "Cancelling all calls"
-"""What gRPC says of calls that outlasted the grace of a server that stops: not a death."""
+"""gRPC's message for calls that outlasted the grace period of a stopping server: not a death."""
 
 
 class ReplicaChannel:
-    """A channel to one replica, for one event loop. Opens streams again when they broke."""
+    """A channel to one replica, for one event loop. Reopens streams that broke."""
 
     def __init__(
         self, endpoint: Endpoint, node: str, heard: Callable[[Work], None] = lambda _: None
     ) -> None:
-        """`node`: Ray's id of this process's node. `heard`: is told what the replica has to do when
-        it says so of its own accord."""
+        """`node`: Ray's id of this process's node. `heard` is called with the replica's outstanding
+        work when the replica sends that on its own."""
         self.endpoint = endpoint
         self._heard = heard
         self._near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
@@ -59,7 +59,8 @@ class ReplicaChannel:
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
         self._streams: dict[bool, ReplicaStream] = {}
-        """Of items to encode, and (True) of all else: a message waits for those before it."""
+        """One for items to encode and one (True) for everything else, because a message waits for
+        those before it on its stream."""
         self._calls = 0
         self._retired = False
         self._closing: asyncio.Task[None] | None = None
@@ -71,8 +72,8 @@ class ReplicaChannel:
         timeout_seconds: float | None = None,
         early: Callable[[Any], Awaitable[None]] | None = None,
     ) -> Any:
-        """The reply to a `method` of replica.proto's Call. Cancelling it cancels the call. `early`
-        is given replies before the last, one after the other.
+        """Returns the reply to a `method` of replica.proto's Call. Cancelling it cancels the call.
+        `early` is called with the replies before the last, one after another.
 
         Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
         """
@@ -115,7 +116,7 @@ class ReplicaChannel:
                 raise
 
     def retire(self) -> None:
-        """Closes once the calls in progress have ended, which a draining replica still answers."""
+        """Closes once the calls in progress have ended. A draining replica still answers them."""
         self._retired = True
         self._close_if_done()
 
@@ -134,13 +135,15 @@ class ReplicaStream:
         self._heard = heard
         self._unsent: dict[int, bytes] = {}
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
-        """Ids in `_unsent`, unless dropped. None: the stream has ended."""
+        """Ids of messages in `_unsent`, or that were in it and were dropped. None: the stream has
+        ended."""
         self._waiting: dict[int, asyncio.Queue[pb.Outcome | ShardLost]] = {}
         self._writer: asyncio.Task[None] | None = None
         self._reader = detached(self._read(channel, token))
 
     async def outcomes(self, number: int, call: bytes) -> AsyncGenerator[pb.Outcome]:
-        """Of the call with this id, which is cancelled if not all are taken. Raises ShardLost."""
+        """Sends a call and yields its outcomes. Cancels the call if not all of them are taken.
+        Raises ShardLost."""
         found: asyncio.Queue[pb.Outcome | ShardLost] = asyncio.Queue()
         self._waiting[number] = found
         self._send(number, call)
@@ -157,7 +160,7 @@ class ReplicaStream:
             self._waiting.pop(number, None)
             if more and self._unsent.pop(number, None) is None:  # it was sent
                 self._send(number, serialized(pb.Call(id=number, cancel={})))
-            outcome = None  # a failure's traceback would refer to it, in a cycle
+            outcome = None  # else a failure's traceback would refer to it, in a cycle
 
     def _send(self, number: int, message: bytes) -> None:
         if not self.ended:
@@ -165,7 +168,8 @@ class ReplicaStream:
             self._order.put_nowait(number)
 
     async def _write(self, stream: grpc.aio.StreamStreamCall) -> None:
-        """One after another. A write that is cancelled would end the stream."""
+        """Writes messages one after another, in its own task, because a cancelled write would end
+        the stream."""
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # `_read` hears of it
             while (number := await self._order.get()) is not None:
                 if number in self._unsent:
@@ -185,7 +189,7 @@ class ReplicaStream:
                 elif waiting := self._waiting.get(outcome.id):
                     waiting.put_nowait(outcome)
                 waiting = None
-                del outcome  # it may be large, and the next one may be long in coming
+                del outcome  # it may be large, and the next one may take long
         except grpc.aio.AioRpcError as error:
             lost = failure(error, begun=begun)
         except asyncio.CancelledError:  # the channel was closed
@@ -212,7 +216,7 @@ def failure(error: grpc.aio.AioRpcError, *, begun: bool) -> ShardLost:
     `begun`: the replica had begun to read the stream.
     """
     code, details = error.code(), error.details() or error.code().name
-    # INTERNAL: a call was being written when the stream ended, and gRPC forgets why it did.
+    # INTERNAL: the stream ended while a call was being written, and gRPC forgets the reason.
     alive = {StatusCode.CANCELLED, StatusCode.UNAUTHENTICATED, StatusCode.INTERNAL}
     if code in alive or details == STOPPED:
         return ShardLost(details)

@@ -1,7 +1,7 @@
-"""The encoder replicas of Serve deployments: gRPC for calls, Ray and Serve for all else.
+"""The encoder replicas of Serve deployments: gRPC for calls, Ray and Serve for everything else.
 
-Serve tells which replicas there are, and is told of those that died. Rows in shared memory are
-handed over by a call of Ray, because object references only travel through Ray.
+Serve reports which replicas there are, and is notified of those that died. Rows in shared memory
+are handed over by a Ray call, because object references only travel through Ray.
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ LOST = (
     DeploymentUnavailableError,
     PinnedReplicaUnavailable,
 )
-"""What Ray raises where the replica is at fault, not the request."""
+"""What Ray raises if the replica is at fault, not the request."""
 
 GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
-TAKE_SECONDS = 10.0  # time limit of a hand-over of rows in shared memory
+TAKE_SECONDS = 10.0  # time limit for handing over rows in shared memory
 FETCH_SECONDS = 5.0
-"""Time limit of a fetch or a release. A fetch may wait until rows are written to shared memory."""
+"""Time limit for a fetch or a release. A fetch may wait until rows are written to shared memory."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
-"""Pause between two questions to Serve whether an unreachable replica is dead, and their number."""
+"""Interval and number of questions to Serve whether an unreachable replica is dead."""
 LOCAL, REMOTE = "local", "remote"
 """Where a replica is: on this process's node, or on another one."""
 NONE: Mapping[str, Replica] = {}
-"""Of a deployment that has published nothing yet."""
+"""The replicas of a deployment that has published nothing yet."""
 SERVE_NAMESPACE = "serve"  # of the actors of Serve's replicas
 
 
 class ServeFleet:
-    """The replicas of all pools: a fleet.Fleet, which also gives out what replicas keep."""
+    """A fleet.Fleet of the replicas of all pools, which also fetches what replicas keep."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class ServeFleet:
         spans: Spans | None = None,
         metrics: RouterMetrics | None = None,
     ) -> None:
-        """`fingerprint`: of the model; replicas of another one are left out, as in a rollout."""
+        """`fingerprint`: the model's. Replicas of another one are left out, as in a rollout."""
         self._spans = spans or Spans()
         self._metrics = metrics or RouterMetrics()
         self._fingerprint = fingerprint
@@ -89,8 +89,8 @@ class ServeFleet:
         self._keepers = Liveness(self.check, self.reach, FETCH_SECONDS)
 
     def replicas(self) -> Mapping[str, Replica]:
-        """All that can be used, those of a deployment in the order of their ids. Serve scrapes them
-        in another thread."""
+        """All usable replicas, those of a deployment in the order of their ids. Also called from
+        another thread, in which Serve runs scrapes."""
         return {
             name: one
             for published in self._published()
@@ -121,7 +121,8 @@ class ServeFleet:
         self._heard = heard
 
     def _is_ours(self, replica: Replica) -> bool:
-        """In a rollout a deployment has replicas of two models, or of two protocol versions."""
+        """Whether a replica has our model and protocol version. In a rollout, a deployment may have
+        replicas of two models or two protocol versions."""
         fingerprint = replica.metadata.get("fingerprint")
         same = None in (self._fingerprint, fingerprint) or fingerprint == self._fingerprint
         return same and replica.endpoint is not None
@@ -153,7 +154,7 @@ class ServeFleet:
                 media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts, self._tell
             )
             request = message_fields(call)
-            where = self._where(replica)  # before the call, which the replica may not outlive
+            where = self._where(replica)  # before the call, because the replica may not outlive it
 
             def received(message: Any, rows: list[SharedBytes]) -> Reply:
                 reply = reply_of(message, rows)
@@ -180,7 +181,7 @@ class ServeFleet:
             await connection[0].reach()
 
     async def fetch(self, reference: str) -> Kept:
-        """What is kept under an id. Raises NotFound, or Unavailable for now."""
+        """Returns what is kept under an id. Raises NotFound, or Unavailable (retryable)."""
         async with self._keeper(reference) as (replica, name):
             where = self._where(replica)
             reply, rows = await self._call(replica, "fetch", {"name": name})
@@ -191,7 +192,7 @@ class ServeFleet:
         return kept
 
     async def release(self, reference: str) -> None:
-        """Drops what is kept under an id. Raises NotFound, or Unavailable for now."""
+        """Releases what is kept under an id. Raises NotFound, or Unavailable (retryable)."""
         async with self._keeper(reference) as (replica, name):
             reply, _ = await self._call(replica, "release", {"name": name})
         if not reply.released:
@@ -241,9 +242,9 @@ class ServeFleet:
         timeout_seconds: float | None = None,
         early: Callable[[Any, list[SharedBytes]], None] | None = None,
     ) -> tuple[Any, list[SharedBytes]]:
-        """The reply, and the rows in shared memory that belong to it. `early` is given those of
-        replies before the last."""
-        # Taken before the call: a draining replica answers, but is no longer listed.
+        """Returns the reply and its rows in shared memory. `early` is called with those of replies
+        before the last."""
+        # Before the call, because a draining replica still answers but is no longer listed.
         channel, hand_over = self._connection(replica)
 
         async def take_early(reply: Any) -> None:
@@ -258,7 +259,7 @@ class ServeFleet:
         return reply, await hand_over.take(getattr(reply, "ticket", ""))
 
     def _connection(self, replica: str) -> tuple[ReplicaChannel, HandOver]:
-        """Opened at the first call."""
+        """The connection to a replica, which is opened by the first call."""
         member = self.replicas().get(replica)
         if member is None or member.endpoint is None:
             raise ReplicaUnreachable(f"replica {replica} is gone")
@@ -272,7 +273,7 @@ class ServeFleet:
     def _confirm(self, replica: str) -> None:
         """Asks Serve in the background whether a replica is dead.
 
-        Serve's request router drops it then at once, rather than after the next health check.
+        If it is, Serve's request router drops it at once, not only after the next health check.
         """
         if replica not in self._confirming:
             self._confirming[replica] = task = detached(self._ask_serve(replica))
@@ -294,9 +295,10 @@ class ServeFleet:
 class HandOver:
     """Exchanges tickets of one replica for rows in shared memory.
 
-    One call at a time takes all tickets that came meanwhile, because a call of Ray costs
-    milliseconds. It is no call of a Serve handle, which streams its answers: object references in a
-    stream are sometimes released before a receiver on another node holds them.
+    One call at a time takes all tickets that arrived meanwhile, because a Ray call costs
+    milliseconds. It is not a call of a Serve handle, because handles stream their answers, and
+    object references in a stream are sometimes released before a receiver on another node holds
+    them.
     """
 
     def __init__(self, actor: str) -> None:
@@ -317,7 +319,7 @@ class HandOver:
         try:
             return await rows
         finally:
-            del rows  # a failure's traceback would refer to it, in a cycle that keeps the request
+            del rows  # else a failure's traceback would refer to it, in a cycle with the request
 
     async def _take_all(self) -> None:
         while self._waiting:
@@ -361,5 +363,5 @@ def node_id() -> str:
 
 
 def brief(error: Exception) -> str:
-    """One line: Ray's messages fill a page."""
+    """The error in one line, because Ray's messages fill a page."""
     return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
