@@ -220,7 +220,7 @@ def asked_of(request: Json) -> ProcessorOptions:
 
 
 def kinds_of(part: Json) -> set[Any]:
-    """The types that vLLM may see in a part: its type, and any key if it has no type or a uuid."""
+    """What vLLM may take a part for: its type, or a key of it, as without a type or with a uuid."""
     return {part.get("type") if isinstance(part.get("type"), str) else None} | part.keys()
 
 

@@ -87,7 +87,7 @@ class EmbeddingRequest(StrictModel):
     model: str | None = None
     """If given, it must be the model that is served."""
     encoding_format: Literal["float", "base64"] = "float"
-    """base64 is that of little-endian float32."""
+    """base64 encodes little-endian float32."""
     dimensions: int | None = Field(None, gt=0)
     """How many leading values of each vector to return, scaled to length 1 again."""
     user: str | None = None

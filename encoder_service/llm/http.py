@@ -63,7 +63,7 @@ MOST_VALUES = 2**20
 """Maximum number of values in a body, as wire/formats.py counts them: commas in texts count too."""
 
 MOST_CHARACTERS_A_TOKEN = 100
-"""More than any text has on average. A longer text is rejected before it is tokenised."""
+"""More than any text has per token on average. A longer text is rejected before tokenisation."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -274,7 +274,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
                 if not parsed.request.stream:
                     return JSONResponse(answers.completion(*await chat.complete(call)))
                 events = await held.enter_async_context(aclosing(chat.stream(call)))
-                first = await anext(events)  # an error before it still has an HTTP status
+                first = await anext(events)  # an error before this still gets its own HTTP status
                 chunks = written(first, events, parsed.request, answers, exchange)
                 await held.enter_async_context(aclosing(chunks))
                 return EventStream(chunks, held.pop_all())

@@ -42,7 +42,7 @@ Emit = Callable[[str], None]
 
 
 def load(options: ModelOptions, device: str) -> Any:
-    """Loads transformers' ...ForConditionalGeneration, `model.visual` None. Raises StartError."""
+    """Loads transformers' ...ForConditionalGeneration without its `visual`. Raises StartError."""
     if device == "cuda" and not torch.cuda.is_available():
         raise StartError(
             "llm.device is cuda, but torch sees no CUDA device in this replica: check the driver "

@@ -105,7 +105,7 @@ def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
     places = (place for place, kind in enumerate(made.kinds) if kind != TEXT)
     for one in made.placed:
         own = list(islice(places, one.tokens))
-        # vLLM looks for the start token before each group of frames: the span begins with it.
+        # vLLM looks for the start token before each group of frames, so the span begins with it.
         marked = one.kind == "video" and spec.video_style.before != ""
         offset = own[0] - marked
         yield Feature(one, offset, [kind != TEXT for kind in made.kinds[offset : own[-1] + 1]])
