@@ -416,8 +416,10 @@ def write_onevision(folder: Path) -> Any:
 
 
 def write_llava_qwen(folder: Path) -> Any:
-    """The same weights in lmms-lab's format, with its tensor names and config.json. Its
-    `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only if a test puts it there."""
+    """The same weights in lmms-lab's format, with its tensor names and config.json.
+
+    Its `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only if a test puts it there.
+    """
     with tempfile.TemporaryDirectory() as native:
         model = write_onevision(Path(native))
     config = {

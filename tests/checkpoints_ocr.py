@@ -77,8 +77,11 @@ def write_deepseek_ocr(folder: Path) -> Any:
 
 
 def write_deepseek_ocr2(folder: Path) -> Any:
-    """Writes DeepSeek-OCR 2 in float32 with views of the published size; returns transformers'
-    model. Tensors have their published names; config.json is that of transformers."""
+    """Writes DeepSeek-OCR 2 in float32 with views as large as published; returns transformers'
+    model.
+
+    The tensors have their published names; config.json is that of transformers.
+    """
     from transformers import DeepseekOcr2Config, DeepseekOcr2ForConditionalGeneration
 
     rotary = {"rope_type": "default", "rope_theta": 1e6}

@@ -117,8 +117,8 @@ class PhaseReport:
 
 
 class OpenAiServer:
-    """One server under load, or several that share it: each request goes to the server that has the
-    fewest to answer."""
+    """One server under load, or several that share it: the one with the fewest requests gets the
+    next."""
 
     def __init__(
         self,
@@ -274,9 +274,9 @@ async def arrivals(
 async def saturated(
     server: OpenAiServer, plan: AnswersPlan, kind: Kind, pictures: Pictures
 ) -> tuple[list[Streamed], float]:
-    """Keeps a fixed number of requests in flight. Returns the answers after the first part, and
-    their summed durations divided by the number in flight. Dividing by the length of the phase
-    would mislead, because requests start in waves."""
+    """Keeps a fixed number of requests in flight. Returns the answers after the first part, and the
+    seconds that they stand for: their summed durations over the number in flight. Counting answers
+    per second would mislead, because requests start in waves."""
     answers: list[Streamed] = []
     ready = await pictures.of(kind, plan.in_flight)
     began = time.perf_counter()

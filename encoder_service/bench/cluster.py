@@ -61,8 +61,8 @@ def logical_cpus(options: ServiceOptions) -> int:
 @contextmanager
 def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
-    # Anyone who can call Ray's own ports can run code here, so `ray.init` must ask for a token, as
-    # it does unless it is told not to. A token from here leaves no file in $HOME.
+    # Anyone who can call Ray's own ports can run code here, so they must be protected by a token.
+    # `ray.init` asks for one unless it is told not to. This token leaves no file in $HOME.
     os.environ.pop("RAY_AUTH_MODE", None)
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -102,9 +102,13 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
 
 
 def ha_proxy(home: str, most_files: int) -> dict[str, str]:
-    """Serve waits forever if one of HAProxy's ports is taken, or if HAProxy may open too few files
-    for its connections. By default, all clusters of a machine share HAProxy's files. `most_files`:
-    the hard limit of open files."""
+    """Returns the environment with which HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) starts on any
+    machine.
+
+    Serve waits forever if one of HAProxy's ports is taken, or if HAProxy may open too few files for
+    its connections. By default, all clusters of a machine share HAProxy's files. `most_files`: the
+    hard limit of open files.
+    """
     metrics_port, stats_port = free_ports(2)
     found = {
         "METRICS_PORT": str(metrics_port),
