@@ -62,9 +62,9 @@ class Checkpoint:
     image_processor: str = "qwen2_vl.Qwen2VL"
     """Its folder in transformers, and the prefix of its ImageProcessorPil class."""
     model: str = ""
-    """The prefix of its ForConditionalGeneration class, if it is another one."""
+    """The prefix of its ForConditionalGeneration class, if that differs."""
     top: Mapping[str, Any] = field(default_factory=dict)
-    """More of its configuration."""
+    """Further top-level keys of its configuration."""
 
 
 SMALL = VISION | {"patch_size": 14, "intermediate_size": 120}
@@ -164,7 +164,7 @@ CHECKPOINTS = {
             **{"num_attention_heads": 4, "patch_size": 14},
         },
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rotary_dim": 24},
-        CLIP,  # its own image processor has no Pillow backend, and the same rules
+        CLIP,  # its own image processor has the same rules but no Pillow backend
         model="MiniMaxM3Sparse",
         top={"projector_hidden_size": 72},
     ),
@@ -200,10 +200,10 @@ CHECKPOINTS = {
 }
 
 KIMI = "kimi_vl"
-"""Not in transformers: tests/moonvit.py."""
+"""Not in transformers; see tests/moonvit.py."""
 
 KIMI_K25 = "kimi_k25"
-"""Its model is built differently: tests/checkpoints_kimi.py."""
+"""Its model is built differently; see tests/checkpoints_kimi.py."""
 
 MODEL_TYPES = (*CHECKPOINTS, KIMI, KIMI_K25)
 
@@ -222,7 +222,7 @@ def write_made(folder: Path, made: Checkpoint, max_shard_size: str = "300KB") ->
     import transformers
 
     torch.manual_seed(0)
-    # Copies: transformers writes into what it is given.
+    # A copy, because transformers writes into what it is given.
     text = deepcopy(TEXT | dict(made.text))
     config = getattr(transformers, f"{made.name}Config")(
         vision_config=dict(made.vision), text_config=text, **TOKENS, **made.top

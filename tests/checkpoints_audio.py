@@ -1,4 +1,4 @@
-"""Small random checkpoints of models that hear, as transformers saves them, and sounds."""
+"""Small random checkpoints of audio models, as transformers saves them, and sounds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoints_tiles import GEMMA_AUDIO, TEXT, scatter, write_gemma4
 
 RATE = 16000
 WINDOW_SECONDS = 2
-"""In place of 30."""
+"""Instead of 30."""
 SIZES = {"num_mel_bins": 16, "max_source_positions": WINDOW_SECONDS * 50, "dropout": 0.0}
 WIDTH, MLP, LAYERS, HEADS = 64, 256, 3, 4
 OWN = {
@@ -29,7 +29,7 @@ OWN = {
 }
 AUDIO_TOKEN = 5
 MOST_SECONDS = 8
-"""Of Qwen2.5-Omni, in place of 300."""
+"""For Qwen2.5-Omni, instead of 300."""
 CHUNKED = SIZES | OWN | {"output_dim": TEXT["hidden_size"]}
 ATTENDED = {"downsample_hidden_size": 8, "n_window_infer": 300}
 THINKER = TEXT | {
@@ -161,13 +161,13 @@ WRITERS: dict[str, Callable[[Path], Any]] = {
     "nemotron_h_omni-audio": checkpoints_nemotron.write_nemotron,
     "gemma4-audio": partial(write_gemma4, clipped=True),
 }
-"""By `model_type`; of models whose vision towers have tests of their own, with `-audio`."""
+"""By `model_type`, with the suffix `-audio` if the model's vision tower has tests of its own."""
 CONFORMERS = [kind for kind in WRITERS if kind.endswith("-audio")]
 
 
 @dataclass(frozen=True)
 class Hearing:
-    """transformers' model, and what it makes of sounds."""
+    """transformers' model, and its rows for sounds."""
 
     model_type: str
     model: Any
@@ -183,7 +183,8 @@ class Hearing:
 
     @torch.no_grad()
     def qwen2_audio(self, wave: npt.NDArray[np.float32]) -> Tensor:
-        """What the model puts in place of a prompt's audio tokens, as its processor counts them."""
+        """The rows that replace the audio tokens of a prompt, which are as many as its processor
+        counts."""
         found = extractor()(
             wave, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True
         )
@@ -271,7 +272,7 @@ class Hearing:
 
 
 def tones(seconds: float, rate: int = RATE, seed: int = 0) -> npt.NDArray[np.float32]:
-    """A chord that moves, over a little noise: as many values as 16 bits hold."""
+    """A gliding chord over a little noise, with values that 16 bits can hold."""
     rng, time = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
     pitches = rng.uniform(100, 2000, (3, 1)) * (1 + 0.1 * np.sin(3 * time))
     wave = 0.2 * np.sin(2 * np.pi * pitches * time).sum(0) + rng.normal(0, 0.01, len(time))

@@ -1,4 +1,4 @@
-"""Small random checkpoints of SigLIP, CLIP and what builds on them, as transformers saves them."""
+"""Small random checkpoints of SigLIP, CLIP and models built on them, as transformers saves them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TOWER = {
     "patch_size": 14,
 }
 PICTURE = 90
-"""SigLIP's image size, of which the patches cover 84 pixels, as 378 of 384 in the original."""
+"""SigLIP's image size. Patches cover 84 of the pixels, as they cover 378 of 384 in the original."""
 
 CAPTIONS = ["a cat", "two dogs in the rain", "a cup of coffee", "The Launch of a Rocket!"]
 
@@ -60,7 +60,7 @@ def write_clip(folder: Path) -> Any:
 
 
 def write_siglip_texts(folder: Path) -> Any:
-    """`write_siglip` with a text tower that means something, and a tokenizer."""
+    """`write_siglip` with a random text tower, too, and a tokenizer."""
     import sentencepiece
     from transformers import SiglipConfig, SiglipModel, SiglipTokenizer
 
@@ -90,7 +90,7 @@ def write_siglip_texts(folder: Path) -> Any:
 
 
 FLEXIBLE = {"num_patches": 36}
-"""Positions of SigLIP 2 with NaFlex: fewer than an image has in one direction, or in both."""
+"""Positions of SigLIP 2 with NaFlex: fewer than an image has in one direction or in both."""
 BUDGET = {"max_num_patches": 60, "patch_size": 14, "resample": 2}
 
 
@@ -107,7 +107,7 @@ def write_siglip2(folder: Path) -> Any:
 
 
 def write_siglip2_texts(folder: Path) -> Any:
-    """`write_siglip2` with a text tower that means something, and a tokenizer of letters."""
+    """`write_siglip2` with a random text tower, too, and a tokenizer of letters."""
     from transformers import Siglip2Config, Siglip2Model, Siglip2Tokenizer
 
     torch.manual_seed(0)
@@ -131,7 +131,7 @@ TILED = {
 
 
 def write_lfm2(folder: Path, *, plain: bool = False) -> Any:
-    """`write_siglip2` for LFM2-VL. `plain`: no thumbnail, norm and biases of the projector."""
+    """`write_siglip2` for LFM2-VL. `plain`: without thumbnail, norm and projector biases."""
     from transformers import Lfm2VlConfig, Lfm2VlForConditionalGeneration
 
     torch.manual_seed(0)
@@ -151,8 +151,8 @@ def write_lfm2(folder: Path, *, plain: bool = False) -> Any:
 
 
 def write_clip_texts(folder: Path, end: int | None = None) -> Any:
-    """`write_clip` with a text tower that means something, and a tokenizer of bytes. `end`: the
-    `eos_token_id` of its configuration, if that is not the tokenizer's."""
+    """`write_clip` with a random text tower, too, and a tokenizer of bytes. `end`: the
+    configuration's `eos_token_id`, if it differs from the tokenizer's."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPConfig, CLIPModel, CLIPTokenizer
 
@@ -172,7 +172,7 @@ def write_clip_texts(folder: Path, end: int | None = None) -> Any:
 
 
 def units_of(model: Any, folder: str | Path, photographs: Sequence[str]) -> tuple[Units, Units]:
-    """transformers' own vectors of length 1, of photographs and of CAPTIONS, by its processors."""
+    """Vectors of length 1 from transformers' model and processors, for photographs and CAPTIONS."""
     from transformers import AutoTokenizer
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
@@ -220,7 +220,7 @@ def write_paligemma(folder: Path, text: str) -> Any:
 
 
 def write_janus(folder: Path) -> Any:
-    """`write_siglip` for Janus, without all of its image generation."""
+    """`write_siglip` for Janus, whose image generator is tiny."""
     from transformers import JanusConfig, JanusForConditionalGeneration
 
     torch.manual_seed(0)
@@ -242,7 +242,7 @@ def write_janus(folder: Path) -> Any:
 
 
 def write_aya(folder: Path, kind: str) -> Any:
-    """`write_siglip` for `AyaVision` or `Cohere2Vision`: nine tokens a tile, up to 12 tiles."""
+    """`write_siglip` for `AyaVision` or `Cohere2Vision`: nine tokens per tile, up to 12 tiles."""
     module, vision = import_module("transformers"), TOWER | {"image_size": 84}
     torch.manual_seed(0)
     config = getattr(module, f"{kind}Config")(
@@ -259,7 +259,8 @@ def write_aya(folder: Path, kind: str) -> Any:
 
 
 def write_idefics3(folder: Path, kind: str) -> Any:
-    """`write_siglip` for `Idefics3` or `SmolVLM`: four tokens a tile, longer sides of two tiles."""
+    """`write_siglip` for `Idefics3` or `SmolVLM`: four tokens per tile, two tiles on the longer
+    side."""
     module, vision = import_module("transformers"), TOWER | {"image_size": PICTURE}
     torch.manual_seed(0)
     config = getattr(module, f"{kind}Config")(
@@ -273,7 +274,7 @@ def write_idefics3(folder: Path, kind: str) -> Any:
 
 
 def write_mlcd(folder: Path) -> Any:
-    """`write_clip` for MLCD: the keys of the tower are those of config.json itself."""
+    """`write_clip` for MLCD, whose config.json has the tower's keys at its top level."""
     from transformers import MLCDVisionConfig, MLCDVisionModel
 
     torch.manual_seed(0)
@@ -283,7 +284,7 @@ def write_mlcd(folder: Path) -> Any:
 
 
 def write_aimv2(folder: Path, *, plain: bool = True) -> Any:
-    """`write_siglip` for AIMv2, cropped. `plain`: no biases, and no pooling beside the tower."""
+    """`write_siglip` for AIMv2 with cropping. `plain`: no biases, no pooling beside the tower."""
     from transformers import Aimv2VisionConfig, Aimv2VisionModel
 
     torch.manual_seed(0)
@@ -294,7 +295,7 @@ def write_aimv2(folder: Path, *, plain: bool = True) -> Any:
 
 
 def write_ovis2(folder: Path, *, biased: bool = False) -> Any:
-    """`write_siglip` for Ovis 2: nine tokens a tile, up to six tiles."""
+    """`write_siglip` for Ovis 2: nine tokens per tile, up to six tiles."""
     from transformers import Ovis2Config, Ovis2ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -317,7 +318,7 @@ def write_ovis2(folder: Path, *, biased: bool = False) -> Any:
 
 PINPOINTS = [[PICTURE * rows, PICTURE * columns] for rows in (1, 2, 3) for columns in (1, 2, 3)]
 ASPECT = "anyres_max_4"
-"""Of nine tiles, about four are left."""
+"""Of nine tiles, about four remain."""
 
 
 def write_llava_next(folder: Path, tower: str) -> Any:
@@ -415,7 +416,7 @@ def write_onevision(folder: Path) -> Any:
 
 
 def write_llava_qwen(folder: Path) -> Any:
-    """The same weights in lmms-lab's format: its tensor names and config.json.
+    """The same weights in lmms-lab's format, with its tensor names and config.json.
 
     Its `mm_vision_tower` is in llava_onevision.spec.QWEN_TOWERS only if a test puts it there.
     """

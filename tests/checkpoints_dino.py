@@ -12,7 +12,7 @@ from tests.checkpoints_clip import CROPPED, PICTURE, TOWER, written
 from tests.checkpoints_tiles import scatter
 
 WIDER = CROPPED | {"size": {"shortest_edge": 96}}
-"""The picture is less than the shorter side of the image, as published."""
+"""The crop is smaller than the resized image's shorter side, as published."""
 
 
 def write_dinov2(
@@ -23,8 +23,8 @@ def write_dinov2(
     image_size: int = 126,
     kind: str = "Model",
 ) -> Any:
-    """Writes a DINOv2 in float32 with random weights; returns transformers' model of it. The table
-    of positions is for `image_size`, images have 84 pixels."""
+    """Writes a DINOv2 in float32 with random weights; returns transformers' model of it. The
+    position table is for `image_size`; images have 84 pixels a side."""
     module, name = import_module("transformers"), "Dinov2WithRegisters" if registers else "Dinov2"
     torch.manual_seed(0)
     sizes = {key: value for key, value in TOWER.items() if key != "intermediate_size"}
@@ -37,8 +37,8 @@ def write_dinov2(
 
 
 def write_dinov3(folder: Path, *, gated: bool = False) -> Any:
-    """`write_dinov2` for DINOv3. Pictures have 90 pixels, of which the patches cover 84. `gated`:
-    with SwiGLU, and without biases of linear layers, of which otherwise only the keys have none."""
+    """`write_dinov2` for DINOv3. Images have 90 pixels a side, of which patches cover 84. `gated`:
+    with SwiGLU, and with no biases in linear layers; otherwise only the keys have none."""
     from transformers import DINOv3ViTConfig, DINOv3ViTModel
 
     torch.manual_seed(0)

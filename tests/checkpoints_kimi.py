@@ -75,7 +75,7 @@ def published(name: str) -> str:
 
 
 def processor(image: Image.Image, **settings: Any) -> Mapping[str, Tensor]:
-    """Kimi-VL's: equivalent up to 512 patches a side. transformers' own needs torchvision."""
+    """Kimi-VL's, as transformers' own needs torchvision. Equivalent up to 512 patches a side."""
     made = moonvit.processor(image, **settings)
     pixels = made["pixel_values"].view(-1, 3, moonvit.PATCH, moonvit.PATCH)
     return {**made, "pixel_values": pixels}

@@ -19,7 +19,7 @@ TOWER = {
 }
 TEXT = deepcopy({"model_type": "qwen3_5_text"} | QWEN_TEXT | LINEAR)  # transformers writes into it
 SIZES = {"scale_resolution": 168, "max_slice_nums": 4, "patch_size": 14}
-"""Of the image processor: a picture has about nine tokens."""
+"""Settings of the image processor: an image has about nine tokens."""
 
 
 def write_minicpmv(folder: Path, version: str = "4_6") -> Any:

@@ -12,7 +12,7 @@ from tests.checkpoints_clip import TOWER, written
 from tests.checkpoints_tiles import scatter
 
 SIDE = 98
-"""Seven patches: 16 tokens of an overview, three patches from one tile to the next."""
+"""Seven patches: an overview has 16 tokens, and tiles start three patches apart."""
 SIZE = {"height": SIDE, "width": SIDE}
 SIZES = {"size": SIZE, "max_crops": 4, "overlap_margins": [2, 2], "patch_size": 14, "resample": 2}
 
@@ -46,8 +46,8 @@ def write_molmo2(folder: Path, layers: int = 3) -> Any:
 
 
 def write_published_molmo2(folder: Path) -> Any:
-    """The same without other layers, and with the config.json of published checkpoints, which
-    counts layers that are not there."""
+    """The same without unused layers, and with the config.json of published checkpoints, which
+    counts layers that are absent."""
     model = write_molmo2(folder, layers=2)
     config = json.loads((folder / "config.json").read_text())
     vision = config.pop("vision_config")

@@ -1,4 +1,4 @@
-"""Small random checkpoints of Nemotron-H Omni, with the names that published ones have."""
+"""Small random checkpoints of Nemotron-H Omni under their published names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.checkpoints_tiles import enlarge, scatter
 
 PATCHES = {"min_num_patches": 48, "max_num_patches": 160}
 TARGET = 40
-"""Patches of a frame of a video."""
+"""Patches per video frame."""
 MELS = 24
 AUDIO = {
     **{"model_type": "parakeet_encoder", "hidden_size": 32, "intermediate_size": 48},
@@ -25,7 +25,7 @@ SETTINGS = PATCHES | {"video_target_num_patches": TARGET}
 
 def write_nemotron(folder: Path, *, predicts: bool = False, biased: bool = False) -> Any:
     """Writes a whole model in float32 with random towers; returns transformers' model of it.
-    `predicts`: the language model predicts more tokens, and the vision tower has a last norm.
+    `predicts`: the language model has multi-token prediction, and the vision tower a final norm.
     `biased`: layers of the audio tower have biases."""
     from transformers import NemotronH_Omni_Reasoning_V3, NemotronH_Omni_Reasoning_V3_Config
 

@@ -77,9 +77,10 @@ def write_deepseek_ocr(folder: Path) -> Any:
 
 
 def write_deepseek_ocr2(folder: Path) -> Any:
-    """Writes DeepSeek-OCR 2 in float32, views as large as published; returns transformers' model.
+    """Writes DeepSeek-OCR 2 in float32 with views as large as published; returns transformers'
+    model.
 
-    The tensors have their published names, config.json is transformers'.
+    The tensors have their published names; config.json is that of transformers.
     """
     from transformers import DeepseekOcr2Config, DeepseekOcr2ForConditionalGeneration
 
@@ -108,7 +109,7 @@ def write_deepseek_ocr2(folder: Path) -> Any:
 
 
 def published(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of transformers' model as deepseek-ai publishes them: q, k and v fused."""
+    """The tensors of transformers' model as deepseek-ai publishes them, with q, k and v fused."""
     named = {
         "model.vision_model.embeddings.patch_embedding.weight": torch.zeros(64, 3, 14, 14),
         "model.vision_model.embeddings.position_ids": torch.arange(17)[None],

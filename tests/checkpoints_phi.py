@@ -16,11 +16,11 @@ from tests.checkpoints_clip import TOWER, written
 from tests.checkpoints_tiles import enlarge, scatter
 
 SIDE = 56
-"""Four tokens a picture."""
+"""An image has four tokens."""
 
 
 MELS = 20
-"""Of its sounds, which are halved to 10, 5 and 3."""
+"""Mel bands of its sounds, which are halved to 10, 5 and 3."""
 AUDIO = {
     **{"hidden_size": 32, "intermediate_size": 48, "num_blocks": 3, "num_attention_heads": 2},
     **{"ext_pw_out_channel": 32, "depthwise_separable_out_channel": 32},
@@ -29,8 +29,7 @@ AUDIO = {
 
 
 def write_phi4(folder: Path, used: int = -2) -> Any:
-    """Writes a whole model in float32 with random towers; returns transformers' module for
-    images."""
+    """Writes a whole random model in float32; returns transformers' module for images."""
     return write_both(folder, used).image_embed
 
 
@@ -49,7 +48,7 @@ def write_both(folder: Path, used: int = -2) -> Any:
     )
     model = Phi4MultimodalForCausalLM(config).eval()
     embed = model.model.embed_tokens_extend
-    # transformers' SDPA attends causally here where no patch of a batch is padding.
+    # transformers' SDPA attends causally here if no patch of a batch is padding.
     embed.image_embed.img_processor.set_attn_implementation("eager")
     scatter(embed)
     encoder = embed.audio_embed.encoder
@@ -64,7 +63,7 @@ def write_both(folder: Path, used: int = -2) -> Any:
 
 
 def write_phi4mm(folder: Path) -> Any:
-    """The same weights under the names, and with the config.json, of its own code."""
+    """The same weights with the names, and the config.json, of the model's own code."""
     return write_both_published(folder).image_embed
 
 

@@ -1,4 +1,4 @@
-"""Small random checkpoints of Pixtral and its kin, under their published names."""
+"""Small random checkpoints of Pixtral and related models, under their published names."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ PERCEPTION = {
     "patch_size": 14,
     "mlp_ratio": 2.5,
 }
-"""A whole view is 8 x 8 patches and four tokens, a crop 4 x 4 patches and one token."""
+"""A whole view has 8 x 8 patches and four tokens, a crop 4 x 4 patches and one token."""
 
 TEXT = {
     "hidden_size": 48,

@@ -123,7 +123,7 @@ CHAT_NAMES = (
 
 def write_internvl(folder: Path, tower: str, kind: str = "InternVL") -> Any:
     """Writes a whole InternVL in float32 with a random tower; returns transformers' model of it.
-    `kind`: of transformers' classes, perhaps QianfanOCR."""
+    `kind`: prefix of transformers' classes, such as QianfanOCR."""
     import transformers
 
     torch.manual_seed(0)
@@ -228,7 +228,7 @@ GEMMA_AUDIO: dict[str, Any] = {
 
 
 def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
-    """The same for Gemma 4, of up to 70 tokens. `clipped`: as E2B and E4B are, which hear."""
+    """The same for Gemma 4 with up to 70 tokens. `clipped`: like E2B and E4B, which take sounds."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     torch.manual_seed(0)
@@ -271,7 +271,7 @@ def write_gemma4(folder: Path, *, clipped: bool = False) -> Any:
 
 
 def chat_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of transformers' model as OpenGVLab publishes them: q, k and v fused."""
+    """The tensors of transformers' model as OpenGVLab publishes them, with q, k and v fused."""
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         published = name.removeprefix("model.")
@@ -286,7 +286,7 @@ def chat_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def scatter(module: Any) -> None:
-    """Makes parameters random, far from their initial values, so that swapping any two shows."""
+    """Randomises parameters far from their initial values, so that swapping any two shows."""
     with torch.no_grad():
         for values in module.parameters():
             values.normal_(0, 0.08) if values.dim() > 1 else values.add_(
@@ -295,7 +295,7 @@ def scatter(module: Any) -> None:
 
 
 def enlarge(module: Any, factor: float = 4) -> None:
-    """Multiplies weights, so that rows depend on what the module sees."""
+    """Scales weights up, so that rows depend on the input."""
     with torch.no_grad():
         for values in module.parameters():
             if values.dim() > 1:

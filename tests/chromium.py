@@ -50,7 +50,7 @@ class Chromium:
         self.path = f"/session/{session['sessionId']}"
 
     def post(self, path: str, **body: Any) -> Any:
-        """The value that a command returns. Raises RuntimeError."""
+        """Returns the value of a command. Raises RuntimeError."""
         answer = self.driver.post(self.path + path, json=body).json()["value"]
         if isinstance(answer, dict) and "error" in answer:
             raise RuntimeError(answer["message"])
@@ -98,7 +98,7 @@ def chromium(width: int = 1200, height: int = 900) -> Iterator[Chromium]:
     command = [PROGRAMS[1], f"--port={port}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        transport = httpx.HTTPTransport(retries=8)  # until it listens: 0.5 s doubling between
+        transport = httpx.HTTPTransport(retries=8)  # until it listens: 0.5 s, doubling each time
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, transport=transport, timeout=PATIENCE_SECONDS) as driver:
             window = Chromium(driver, width, height)

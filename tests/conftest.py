@@ -7,7 +7,7 @@ import os
 from secrets import token_hex
 from typing import Any
 
-# Ray reads them when it is imported, which some unit tests do before those of tests/serve.
+# Ray reads these when it is imported, which some unit tests do before those of tests/serve.
 os.environ.update(
     RAY_AUTH_MODE="token",
     RAY_AUTH_TOKEN=token_hex(32),
@@ -21,7 +21,7 @@ os.environ.update(
 import pytest
 from hypothesis import settings
 
-# No deadline per example: a busy machine is no failure. Whole tests have one (pyproject.toml).
+# No deadline per example, because a busy machine is no failure. pyproject.toml limits whole tests.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
 
@@ -31,18 +31,19 @@ RAY = "tests/serve/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those come first, because they are the longest piece that is not divided."""
+    """Runs tests of RAY first, because they are the longest part that cannot be divided."""
     items.sort(key=lambda item: not item.nodeid.startswith(RAY))
 
 
 def pytest_collection_finish() -> None:
-    """Modules and tests stay: no later collection of garbage looks at them, a second each time."""
+    """Keeps later garbage collections from scanning modules and tests, which takes a second each
+    time."""
     gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that use the Ray cluster, then it helps the others."""
+    """One worker runs all tests that use the Ray cluster, then helps the others."""
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 

@@ -1,8 +1,8 @@
 """`make demo`: the tiny service encodes photographs over HTTP and gRPC, and answers a chat.
-`make demo-vectors`: a small random CLIP gives vectors of photographs and texts.
-`make demo-audio`: a small random Qwen2-Audio encodes sounds.
 
-Prints its metrics. Exits with 1 if a check fails. Needs no GPU, no weights, no network.
+`make demo-vectors`: a small random CLIP returns vectors of photographs and texts. `make
+demo-audio`: a small random Qwen2-Audio encodes sounds. Prints the service's metrics. Exits with 1
+if a check fails. Needs no GPU, no weights, no network.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.videos import video
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny-chat.yaml"
 TOLERANCE = 1e-3
-"""Between two runs in float32, in which items may have been packed differently."""
+"""Maximum difference between two float32 runs, which may pack items differently."""
 
 
 def main() -> int:
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def vectors() -> int:
-    """Ranks photographs for texts as transformers does with the same weights."""
+    """Checks that photographs are ranked for texts as by transformers with the same weights."""
     console, names = Console(), list(PHOTOGRAPHS)
     with TemporaryDirectory() as folder:
         model = write_clip_texts(Path(folder))
@@ -98,7 +98,7 @@ def vectors() -> int:
 
 
 def audio() -> int:
-    """Encodes sounds of several formats and lengths as transformers does with the same weights."""
+    """Checks that sounds of several formats and lengths are encoded as by transformers."""
     console = Console()
     with TemporaryDirectory() as folder:
         model = write_qwen2_audio(Path(folder))
@@ -155,7 +155,8 @@ def encode(console: Console, url: str, pictures: dict[str, bytes]) -> list[Embed
 
 
 def chat(console: Console, url: str, model: str, picture: bytes, rows: int) -> bool:
-    """Asks about a photograph, without and with streaming. Whether the answers are as expected."""
+    """Asks about a photograph, with and without streaming. Returns whether all answers are
+    right."""
     image = {"url": "data:image/jpeg;base64," + b64encode(picture).decode()}
     question = {"type": "text", "text": "What is in the picture?"}
     content = [{"type": "image_url", "image_url": image}, question]
@@ -221,7 +222,7 @@ def judge(
 
 
 def told(console: Console, checks: dict[str, bool]) -> int:
-    """Prints them. Returns the exit status."""
+    """Prints the checks. Returns the exit status."""
     for name, good in checks.items():
         console.print(f"[{'green' if good else 'red'}]{'yes' if good else 'NO '}[/] {name}")
     return 0 if all(checks.values()) else 1

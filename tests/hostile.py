@@ -1,8 +1,7 @@
-"""`make hostile`: clients that mean harm, and how long others wait meanwhile.
+"""`make hostile`: malicious clients, and how long others wait meanwhile.
 
-Prints the longest wait of other callers, the growth of memory, and whether what was held is free
-again. Exits with 1 if that is more than it may be. RAY_SERVE_ENABLE_HA_PROXY=0 shows what Serve's
-own proxy makes of it.
+Prints the longest wait of other callers, the growth of memory, and whether held memory is freed.
+Exits with 1 if a limit is exceeded. RAY_SERVE_ENABLE_HA_PROXY=0 tests Serve's own proxy.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from tests.processes import ours
 
 CONFIG = Path(__file__).parents[1] / "configs" / "tiny.yaml"
 STOPPED_SECONDS = 3
-"""After this time HAProxy cuts off a client that neither sends nor reads."""
+"""HAProxy disconnects a client that neither sends nor reads for this long."""
 SECONDS = 6.0
-"""Of each attack."""
+"""Length of each attack."""
 MOST_SECONDS = 4.0
-"""That others may wait."""
+"""How long others may wait."""
 MOST_GROWN = 300 * 2**20
-"""Bytes by which memory may grow: a body of limits.max_body_bytes, and the rest."""
+"""How many bytes memory may grow: a body of limits.max_body_bytes, and the rest."""
 
 os.environ.setdefault("RAY_SERVE_ENABLE_HA_PROXY", "1")
 os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] = str(STOPPED_SECONDS)
@@ -54,7 +53,7 @@ class Attacker:
         return reader, writer
 
     async def endless(self, begin: bytes, chunk: bytes) -> None:
-        """Sends the same chunk until it is cut off."""
+        """Sends the same chunk until it is disconnected."""
         _, writer = await self.connect()
         writer.write(begin)
         with suppress(ConnectionError):
@@ -64,7 +63,7 @@ class Attacker:
                 await asyncio.sleep(0)
 
     async def slow(self, begin: bytes, connections: int = 200) -> None:
-        """A byte a second on each of many connections."""
+        """Sends a byte per second on each of many connections."""
         writers = [(await self.connect())[1] for _ in range(connections)]
         for writer in writers:
             writer.write(begin)
@@ -92,7 +91,8 @@ class Attacker:
         await self.endless(begin, b"10000\r\n" + b"a" * 2**16 + b"\r\n")
 
     async def unread(self) -> None:
-        """The same small file 64 times: 25 MB of rows for one that is encoded."""
+        """Asks for the same small file 64 times: 25 MB of rows for one encoding. Reads none of
+        them."""
         client = httpx.AsyncClient()
         file = ("image", ("a.png", encoded(Image.new("RGB", (1024, 1024)), "PNG")))
         given = client.build_request("POST", "http://a/v1/encode", files=[file] * 64)
@@ -101,7 +101,7 @@ class Attacker:
         for _ in range(50):
             _, writer = await self.connect()
             writer.transport.get_extra_info("socket").setsockopt(1, 8, 4096)  # SO_RCVBUF
-            writer.write(begin + content)  # the reader takes no more than its limit
+            writer.write(begin + content)  # the StreamReader buffers no more than its limit
         await asyncio.sleep(SECONDS)
 
 
@@ -128,7 +128,7 @@ ATTACKS: dict[str, Callable[[Attacker], Awaitable[None]]] = {
 
 
 class Others:
-    """Callers that mean no harm, on connections of their own; each call's longest wait."""
+    """Well-behaved callers on connections of their own; keeps each call's longest wait."""
 
     def __init__(self, where: Cluster) -> None:
         self.where = where
@@ -167,7 +167,7 @@ class Others:
 
 
 def memory() -> int:
-    """Anonymous bytes of all processes of the service."""
+    """Anonymous memory of all processes of the service, in bytes."""
     total = 0
     for number in ours()[1:]:
         with suppress(OSError):
@@ -177,7 +177,7 @@ def memory() -> int:
 
 
 async def attack(where: Cluster, name: str) -> tuple[dict[str, float], int]:
-    """What others waited for, and by how much memory grew."""
+    """Returns how long others waited, and by how much memory grew."""
     others = Others(where)
     before, most = memory(), 0
     async with AsyncExitStack() as stack:
@@ -197,7 +197,7 @@ async def attack(where: Cluster, name: str) -> tuple[dict[str, float], int]:
 
 
 async def unsent(where: Cluster) -> float:
-    """Bytes that are still held after the time in which those that read nothing are cut off."""
+    """Bytes that are still held once clients that read nothing should have been disconnected."""
     async with httpx.AsyncClient(base_url=where.http, trust_env=False, timeout=60) as client:
         for _ in range(2 * STOPPED_SECONDS):
             page = (await client.get("/metrics")).text

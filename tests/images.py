@@ -31,7 +31,7 @@ def photograph(name: str) -> bytes:
 
 @cache
 def opened(name: str = "coffee.png") -> Image.Image:
-    """Shared: not to be changed in place."""
+    """Shared between callers: do not change it in place."""
     return Image.open(FOLDER / name).convert("RGB")
 
 
@@ -39,7 +39,8 @@ def encoded(image: Image.Image, format: str, orientation: int = 0, **options: ob
     if orientation:
         exif = Image.Exif()
         exif[ExifTags.Base.Orientation] = orientation
-        # pillow-heif writes the rotation that counts, a box, only for an orientation in bytes.
+        # pillow-heif writes the rotation box, which takes precedence, only if EXIF is given as
+        # bytes.
         options["exif"] = exif.tobytes() if format == "HEIF" else exif
     file = BytesIO()
     image.save(file, format, **options)
@@ -63,14 +64,14 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png(width: int, height: int, *chunks: bytes) -> bytes:
-    """A grey PNG that declares a size and has a few bytes of pixels, with chunks after them."""
+    """A grey PNG that declares a size but has only a few bytes of pixels, followed by `chunks`."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 0, 0, 0, 0))
     pixels = chunk(b"IDAT", zlib.compress(bytes(64)))
     return b"\x89PNG\r\n\x1a\n" + header + pixels + b"".join(chunks) + chunk(b"IEND", b"")
 
 
 def deep_png(colours: int) -> bytes:
-    """A PNG of 16 bits per sample. `colours`: its kind, as in the header; 2 is RGB, 6 RGBA."""
+    """A PNG with 16 bits per sample. `colours`: color type in its header; 2 is RGB, 6 RGBA."""
     header = chunk(b"IHDR", struct.pack(">IIBBBBB", 64, 64, 16, colours, 0, 0, 0))
     row = b"\0" + bytes(range(128)) * {0: 1, 2: 3, 4: 2, 6: 4}[colours]
     pixels = chunk(b"IDAT", zlib.compress(row * 64))

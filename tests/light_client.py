@@ -1,7 +1,7 @@
-"""Run by .ci/run in an environment that has only the wheel of packages/client.
+"""Checks the light client. Run by .ci/run where only the wheel of packages/client is installed.
 
-Calls a fake service over HTTP and gRPC, and checks that neither torch nor Ray is installed.
-Imports no other test module, because those need more packages.
+Calls a fake service over HTTP and gRPC, and checks that neither torch nor Ray is installed. Imports
+no other test module, because those need more packages.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from encoder_service.wire.encoder_grpc import add_EncoderServicer_to_server
 from encoder_service.wire.formats import SAFETENSORS, write_safetensors
 
 ABSENT = ("torch", "ray", "router", "actors.encoder", "fastapi", "httpx")
-"""Of `actors` the client has only the reader of rows, for the connector in vLLM."""
+"""Of `actors`, the client has only the reader of rows, for the connector in vLLM."""
 ROWS = np.arange(800_000, dtype=np.float16).reshape(200_000, 4)
-"""More than a megabyte."""
+"""Larger than a megabyte."""
 
 
 def item(index: int, sent: RequestItem) -> dict[str, Any]:

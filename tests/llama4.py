@@ -1,5 +1,7 @@
-"""transformers' image processors whose modules need torchvision, such as Llama 4's: functions, and
-classes that resize with torch, which torchvision does, too."""
+"""Image processors of transformers whose modules need torchvision, such as Llama 4's.
+
+Gives their functions, and classes that resize with torch, as torchvision does too.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def functions(family: str) -> Mapping[str, Any]:
 
 
 class Backend:
-    """In place of TorchvisionBackend."""
+    """Replaces TorchvisionBackend."""
 
     def __init__(self, **settings: Any) -> None:
         vars(self).update(settings)
@@ -65,7 +67,7 @@ class Backend:
 
 @lru_cache
 def processor(family: str, name: str) -> Any:
-    """The class of an image processor, over Backend."""
+    """The class of an image processor, with Backend as its base."""
     module = find_spec(f"transformers.models.{family}.image_processing_{family}")
     assert module
     assert module.origin

@@ -1,4 +1,4 @@
-"""Builds the Kubernetes manifests and validates them by Kubernetes' and KubeRay's own schemas."""
+"""Builds the Kubernetes manifests and validates them with the schemas of Kubernetes and KubeRay."""
 
 from __future__ import annotations
 

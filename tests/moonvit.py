@@ -1,6 +1,6 @@
-"""Kimi-VL's tower and image processor, written from what moonshotai/Kimi-VL-A3B publishes.
+"""Kimi-VL's tower and image processor, written after what moonshotai/Kimi-VL-A3B publishes.
 
-Keeps what differs from our tower: its names, patches in raster order, interleaved complex rotary
+Keeps what differs from our tower: tensor names, patches in raster order, interleaved complex rotary
 embeddings. transformers has neither, and its Kimi-K2.5 renames and permutes the weights.
 """
 
@@ -71,7 +71,7 @@ class MoonViT(nn.Module):
         }
         names = {f"vision_tower.{name}": layer for name, layer in tower.items()}
         names |= {f"multi_modal_projector.{name}": layer for name, layer in projector.items()}
-        # Dots are not allowed in the names of modules.
+        # Module names must not contain dots.
         self.layers = nn.ModuleDict(
             {name.replace(".", "/"): layer for name, layer in names.items()}
         )
@@ -89,7 +89,7 @@ class MoonViT(nn.Module):
     def get_image_features(
         self, pixel_values: Tensor, image_grid_thw: Tensor, **_: Any
     ) -> SimpleNamespace:
-        """From normalised patches [n, 3 x 14 x 14] in raster order to the rows of each image."""
+        """Maps normalised patches [n, 3 x 14 x 14] in raster order to the rows of each image."""
         sizes = [(rows, columns) for _, rows, columns in image_grid_thw.tolist()]
         parts = pixel_values.split([rows * columns for rows, columns in sizes])
         images = [self.encode(part, *size) for part, size in zip(parts, sizes, strict=True)]

@@ -33,24 +33,24 @@ from tests.processes import Clocks, actors, ours, process, run_apart
 from tests.senders import Outcome, Sender, closed, opened
 
 IMAGES = "320x320+384x384+448x448+512x512+576x576+640x640"
-"""Of one request: enough work that the front door is not the bottleneck."""
+"""Images of a request: enough work that the front door is not the bottleneck."""
 FACTOR = 5
 QUEUE_SECONDS = 5.0
 SETTLE = 2
-"""Multiple of `router.max_queue_seconds` before a phase is measured: until its queue has its full
+"""Multiple of `router.max_queue_seconds` before a phase is measured, so that its queue has its full
 length and the items in it are decoded."""
 LEAST_GOODPUT = 0.9
 MOST_WAITING = 3.0
-"""Multiple of `router.max_queue_seconds`: limit for the p99 latency of admitted requests."""
+"""Limit of the p99 latency of admitted requests, as a multiple of `router.max_queue_seconds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Figures of a settled phase. Cores: CPU seconds per second."""
+    """Figures of a settled phase. Cores are CPU seconds per second."""
 
     goodput_per_second: float
     busy: float
-    """Share of the time that an encoder had a pack on its device, mean over encoders."""
+    """Share of the time in which an encoder had a pack on its device, mean over encoders."""
     encoder_cores: float
     other_cores: float
     client_cores: float
@@ -81,7 +81,8 @@ class Watch:
         return Phase(goodput, busy / len(self.encoders), encoders, others, client)
 
     async def look(self) -> np.ndarray:
-        """[now, seconds of device work, CPU seconds of encoders, of others, of clients], totals."""
+        """Totals so far: [now, seconds of device work, CPU seconds of encoders, of others, of
+        clients]."""
         samples = await asyncio.to_thread(scrape, self.url)
         busy = sum(n for (name, _), n in samples.items() if name == "encoder_busy_seconds_total")
         clocks = self.clocks.look(ours())
@@ -194,7 +195,8 @@ async def measure(
 
 
 def for_as_much_cpu(phases: dict[str, Phase]) -> float:
-    """Answers per CPU second of the encoders, overload over peaks: other load does not matter."""
+    """Answers per CPU second of the encoders, overload over peaks. Other load does not affect
+    it."""
     peaks = fmean(one.encoder_ms for name, one in phases.items() if name != "overload")
     return peaks / phases["overload"].encoder_ms
 

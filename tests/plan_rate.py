@@ -29,7 +29,7 @@ REQUESTS = 40
 
 
 def send(port: int, body: bytes, content_type: str) -> float:
-    """The seconds that all requests took."""
+    """Returns the seconds that all requests took."""
     connection = http.client.HTTPConnection("127.0.0.1", port)
     headers = {"content-type": content_type, "accept": content_type}
     started = perf_counter()
@@ -50,7 +50,7 @@ def main() -> None:
             {"items": [{"data": b64encode(file).decode()} for file in files]}
         ).encode(),
     }
-    logging.disable(logging.INFO)  # a line per request
+    logging.disable(logging.INFO)  # httpx logs a line per request
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]

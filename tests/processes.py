@@ -1,4 +1,4 @@
-"""The processes of a private cluster: their ids, CPU time and cores."""
+"""Processes of a private cluster: ids, CPU time and cores."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ def family(ancestor: int) -> list[int]:
     """Ids of a process and all its descendants."""
     children: dict[int, list[int]] = {}
     for number in numbers(Path("/proc")):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has exited
             children.setdefault(int(status(number)[1]), []).append(number)
     found = [ancestor]
-    for number in found:  # which grows
+    for number in found:  # `found` grows meanwhile
         found += children.get(number, [])
     return found
 
 
 class Clocks:
-    """CPU seconds of processes so far; for ended ones, when they were last seen."""
+    """CPU seconds of processes so far; those of exited processes as last seen."""
 
     def __init__(self) -> None:
         self.seconds: dict[int, float] = {}
@@ -54,7 +54,7 @@ class Clocks:
 
 
 def command(number: int) -> str:
-    """The name of a process. Raises OSError if it has ended."""
+    """The name of a process. Raises OSError if it has exited."""
     return Path(f"/proc/{number}/comm").read_text().strip()
 
 
@@ -66,7 +66,7 @@ def run_apart(some: Iterable[int], processes: Iterable[int]) -> None:
     for number in processes:
         allowed = cores[:half] if number in chosen else cores[half:]
         for thread in numbers(Path(f"/proc/{number}/task")):
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # it has exited
                 os.sched_setaffinity(thread, allowed)
 
 
@@ -76,5 +76,5 @@ def numbers(folder: Path) -> Iterator[int]:
 
 
 def status(number: int) -> list[str]:
-    """Fields of /proc/N/stat after the name: state, parent, ... Raises OSError if it has ended."""
+    """Fields of /proc/N/stat after the name: state, parent, ... Raises OSError if it has exited."""
     return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()

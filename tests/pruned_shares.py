@@ -1,7 +1,7 @@
-"""`python -m tests.pruned_shares [FILE...]`: what `preprocess.prune: exact` leaves of pictures.
+"""`python -m tests.pruned_shares [FILE...]`: how much `preprocess.prune: exact` keeps of images.
 
-Screenshots and pages that are drawn here, the status page, photographs of scikit-image; or the
-files that are named. A cell is the share of tokens that are kept. CPU times are medians of this
+Shows screenshots and pages that are drawn here, the status page and photographs of scikit-image, or
+the files that are named. A cell is the share of tokens that are kept. CPU times are medians of this
 process for the first size: from the file to all patches, and of the comparison alone.
 """
 
@@ -37,7 +37,7 @@ WORDS = (
 
 
 def lines(draw: ImageDraw.ImageDraw, box: tuple[int, int, int, int], size: int, seed: int) -> None:
-    """Text in a box, to its edges."""
+    """Draws lines of text that fill a box."""
     left, top, right, bottom = box
     font, random = ImageFont.load_default(size), Random(seed)
     for y in range(top, bottom - size, size * 3 // 2):
@@ -92,7 +92,7 @@ def desktop(width: int = 1920, height: int = 1080) -> Image.Image:
 
 
 def scanned(image: Image.Image, brighter: float) -> Image.Image:
-    """With grey noise of two steps, and so much brighter: what exceeds 255 is white again."""
+    """Adds grey noise of two steps and brightens; what exceeds 255 is white again."""
     noise = np.random.default_rng(0).normal(brighter, 2, (image.height, image.width, 1))
     return Image.fromarray((np.asarray(image) + noise).clip(0, 255).round().astype(np.uint8))
 
@@ -117,7 +117,7 @@ def pictures() -> dict[str, bytes]:
 
 
 def milliseconds(call: Callable[[], object]) -> float:
-    """CPU time: the median of some calls after one more."""
+    """The median CPU time of some calls, after a warm-up call."""
     seconds = []
     for _ in range(REPEATS + 1):
         began = process_time()
@@ -132,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="qwen3vl-8b", help="a preset (qwen3vl-8b)")
     parser.add_argument("--max-pixels", nargs="+", type=int, default=[2**24, 1024 * 1024, 2**18])
     options = parser.parse_args(arguments)
-    torch.set_num_threads(1)  # as decoder processes have
+    torch.set_num_threads(1)  # as in decoder processes
     spec = read(ModelOptions(id=options.model, load_format="dummy"))
     spec.check_prune()
     patchifier, merge = patchifier_of(spec), spec.sizing.merge_size

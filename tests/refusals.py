@@ -20,7 +20,7 @@ from tests.senders import Outcome, Sender
 HELD = 2
 """Requests that fill the router while the encoders are stopped."""
 PATCHES = 5680
-"""Of one request (tests.overload.IMAGES)."""
+"""Patches of one request (tests.overload.IMAGES)."""
 REFUSALS = 400
 AT_ONCE = 4
 
@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def full() -> ServiceOptions:
-    """The service of `make overload`, with health checks so slow that stopped encoders pass."""
+    """The service of `make overload`. Its health checks are so slow that stopped encoders pass."""
     options = crowded().model_dump()
     long = {"health_check_period_seconds": 600, "health_check_timeout_seconds": 600}
     options["encoder"] |= long

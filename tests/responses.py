@@ -1,4 +1,4 @@
-"""Reads the responses of POST /v1/encode in every format, as a client of any language would."""
+"""Parses the responses of POST /v1/encode in every format, as a client in any language would."""
 
 from __future__ import annotations
 

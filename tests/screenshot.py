@@ -1,4 +1,4 @@
-"""`make screenshot`: docs/status.png, the page of the tiny service while photographs are sent."""
+"""`make screenshot`: docs/status.png, the status page of the tiny service under load."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 CLIENTS = 8
 SIDES = (64, 96, 128, 192, 256, 384, 512, 768)
 LOOKS = 40
-"""Points of the plots, two seconds apart, before the screenshot is taken."""
+"""Points in the plots, two seconds apart, before the screenshot is taken."""
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Clients that use little CPU, because they share the machine with the service they measure."""
+"""Clients that use little CPU, because they share the machine with the service under test."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 30.0
 @dataclass(slots=True)
 class Outcome:
     right: list[tuple[float, float]] = field(default_factory=list)
-    """Time of each answer, and the seconds that it took."""
+    """The time of each answer, and the seconds until it came."""
     refused_seconds: list[float] = field(default_factory=list)
     other: list[str] = field(default_factory=list)
 
@@ -71,7 +71,7 @@ class Sender:
         started = time.monotonic()
         try:
             status, wait_seconds, body = await self.post()
-        except (OSError, EOFError) as error:  # a TimeoutError among them
+        except (OSError, EOFError) as error:  # includes TimeoutError
             outcome.other.append(repr(error))
             return 0.0
         now = time.monotonic()

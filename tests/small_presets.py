@@ -131,10 +131,10 @@ SIZES = {
 LONGEST = dict.fromkeys(("pixtral-12b", "mistral-small31", "lighton-ocr"), 448) | {
     "smolvlm2-2b": 180
 }
-"""Presets whose `longest_edge` is a side; of the others it is an area."""
+"""Presets whose `longest_edge` is a side; in the others it is an area."""
 
 ROW_WIDTH = 96
-"""Of the language model, which would make the heads larger than the rest of the tower."""
+"""The language model's width, smaller so that the heads do not outweigh the tower."""
 
 
 def write_small(folder: Path, preset: str) -> Path:

@@ -1,4 +1,4 @@
-"""`make soak-nodes`: two Ray nodes under light load for hours; once a minute something is killed.
+"""`make soak-nodes`: two Ray nodes under light load for hours. Once a minute, something is killed.
 
 Exits with 1 if an answer is wrong or missing, if a request fails that its fault does not excuse, or
 if memory, open files, processes, objects or files in shared memory grow or are left over.
@@ -51,31 +51,31 @@ from tests.soak_service import MOST_GROWTH, growth, private_bytes
 
 MINUTE = 60.0
 BEFORE_SECONDS = 10.0
-"""Of load before each fault."""
+"""Load before each fault."""
 PAUSE_SECONDS = 2.0
-"""Between two requests of a caller."""
+"""Pause between two requests of a caller."""
 SAMPLE_SECONDS = 10.0
 AWAY_SECONDS = 20.0
-"""From the loss of a node until it is started again."""
+"""Time from the loss of a node until it is started again."""
 OLD_SECONDS = 1200.0
-"""What a process must have lived for its growth to count: in its first minutes it warms up."""
+"""Minimum age of a process whose growth counts, because it warms up in its first minutes."""
 MOST_FILES = 10
-"""By which the open files of a process may grow."""
+"""How many more open files a process may have."""
 SOCKETS = 2 * ENCODERS
-"""Directories of killed encoders stay for a minute, and until another one starts."""
+"""Directories of killed encoders stay for a minute, and until another encoder starts."""
 OURS = {"Encoder", "Ingress", "Router", "decoder"}
-"""Kinds of processes whose growth is judged. Ray's own, and this process, are shown."""
+"""Kinds of processes whose growth is judged. Ray's own, and this process, are only shown."""
 
 
 class Watch(threading.Thread):
-    """Samples the memory and the open files of this process and of all that it started."""
+    """Samples memory and open files of this process and all its descendants."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.clocks = Clocks()
         self.started = time.monotonic()
         self.points: dict[int, list[tuple[float, int, int]]] = defaultdict(list)
-        """Of each process: seconds, bytes, open files."""
+        """For each process: seconds, bytes, open files."""
         self.kinds: dict[int, str] = {}
         self.shared: set[str] = set()
         """Files in /dev/shm that a process mapped."""
@@ -86,13 +86,13 @@ class Watch(threading.Thread):
             numbers = living()
             self.clocks.look(numbers)
             for number in numbers:
-                with suppress(OSError, AssertionError):  # it has ended
+                with suppress(OSError, AssertionError):  # it has exited
                     self._look(number)
 
     def _look(self, number: int) -> None:
         seconds = time.monotonic() - self.started
         point = (seconds, private_bytes(number), len(os.listdir(f"/proc/{number}/fd")))
-        self.kinds[number] = kind(number)  # Ray's processes are named after they have started
+        self.kinds[number] = kind(number)  # Ray renames its processes after they have started
         self.points[number].append(point)
         for line in Path(f"/proc/{number}/maps").read_text().splitlines():
             if "/dev/shm/" in line and not line.endswith("(deleted)"):
@@ -103,11 +103,11 @@ class Watch(threading.Thread):
         self.join()
 
     def cores(self) -> float:
-        """On average."""
+        """Cores in use, on average."""
         return sum(self.clocks.seconds.values()) / (time.monotonic() - self.started)
 
     def table(self) -> tuple[Table, list[str]]:
-        """A row for each kind of process; those of our processes that grew."""
+        """Returns a row for each kind of process, and those of our processes that grew."""
         shown = Table(title="processes", title_justify="left")
         for name in (
             "kind",
@@ -141,7 +141,7 @@ class Watch(threading.Thread):
 
 
 def kind(number: int) -> str:
-    """What a process is: the title that Ray gives it, or its program."""
+    """The kind of a process: the title that Ray gives it, or its program."""
     words = Path(f"/proc/{number}/cmdline").read_text().strip("\0").split("\0")
     if number == os.getpid():
         return "callers and driver"
@@ -155,17 +155,18 @@ def kind(number: int) -> str:
 
 
 def living() -> list[int]:
-    """This process and all that it started, without those that nobody has waited for."""
+    """This process and all its descendants, without zombies."""
     found = []
     for number in family(os.getpid()):
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # it has exited
             if status(number)[0] != "Z":
                 found.append(number)
     return found
 
 
 class Faults:
-    """Each returns when it is set, as in tests/chaos/faults.py."""
+    """Injects faults. Each method returns once its fault is in place, as in
+    tests/chaos/faults.py."""
 
     def __init__(self, found: list[Node], random: Random) -> None:
         """`found`: the first node, which is never lost, and the second."""
@@ -180,7 +181,7 @@ class Faults:
         }
 
     def strike(self, name: str) -> float | None:
-        """Seconds until the service was as before; None: it never was."""
+        """Returns the seconds until the service had recovered; None: it did not."""
         struck = time.monotonic()
         recovered = self.named[name]()
         return chaos.until(lambda: recovered() and self.ready(), struck)
@@ -191,14 +192,14 @@ class Faults:
         return lambda: len(decoders()) == len(before)
 
     def kill_node(self) -> Recovered:
-        """Another one is started in its place after a while."""
+        """Starts another node in its place after a while."""
         self.nodes[1].signal(signal.SIGKILL)
         time.sleep(AWAY_SECONDS)
         self.nodes[1] = self.nodes[1].again()
         return lambda: True
 
     def ready(self) -> bool:
-        """All encoders may be given work by the ingresses behind both proxies."""
+        """Whether the ingresses behind both proxies may give work to all encoders."""
         with suppress(httpx.HTTPError, ValueError):
             return all(ready(node) == ENCODERS for node in self.nodes)
         return False
@@ -211,7 +212,7 @@ def decoders() -> list[int]:
 def soak(
     folder: Path, faults: Faults, watch: Watch, seconds: float
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """A row for each kind of fault, as in `make chaos`; what is left after the last request."""
+    """Returns a row for each kind of fault, as in `make chaos`, and what is left at the end."""
     sections = {"preprocess": {"processes": 1}, "cache": {"max_bytes": 0}}
     made = parse(options(folder).model_dump() | sections)
     serve.run(build(made.model_dump()), name="encoder", route_prefix="/")
@@ -260,7 +261,7 @@ def soak(
         slowest = None if None in times else max(filter(None, times))
         rows.append(chaos.row(name, slowest, *parts))
         rows[-1]["fault"] += f", {len(times)} times"
-        if name == "a node is killed":  # a caller of the other one keeps its connection
+        if name == "a node is killed":  # callers of the other node keep their connections
             rows[-1]["wrong"] += [one for one in rows[-1]["messages"] if first in one]
     return rows, left
 
@@ -273,7 +274,7 @@ def main() -> int:
     given = parser.parse_args()
     console = Console(width=150)
     watch = Watch()
-    # A short path: those of sockets have a limit.
+    # A short path, because socket paths have a limit.
     with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
         for name in ("ray", "tmp", "model"):
             Path(home, name).mkdir()

@@ -27,7 +27,7 @@ from tests.serve.object_store import used
 
 SAMPLES = 60
 MOST_GROWTH = 0.05
-"""Growth over the second half, relative to its start, up to which memory counts as flat."""
+"""Maximum growth over the second half, relative to its start, that counts as flat."""
 
 
 def main() -> int:
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def private_bytes(number: int) -> int:
-    """Anonymous memory of a process, which it does not share."""
+    """Anonymous memory of a process, which it shares with no other."""
     status = Path(f"/proc/{number}/status").read_text()
     found = re.search(r"RssAnon:\s+(\d+) kB", status)
     assert found is not None, "no RssAnon: Linux before 4.5"
@@ -80,7 +80,7 @@ def private_bytes(number: int) -> int:
 
 
 def growth(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """Level at half-time, and the rise of a line fitted to the second half."""
+    """The level at half-time, and the rise of a line fitted to the second half."""
     half = np.array(points[len(points) // 2 :])
     slope, _ = np.polyfit(half[:, 0], half[:, 1], 1)
     return float(half[0, 1]), float(slope * (half[-1, 0] - half[0, 0]))

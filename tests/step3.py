@@ -1,4 +1,4 @@
-"""Step3's published vision tower (321B), written for batches of views, and its patchifier.
+"""Step3's published vision tower (321B) for batches of views, and its patchifier.
 
 After modeling_step3.py and processing_step3.py of stepfun-ai/step3; transformers has neither.
 """
@@ -19,7 +19,8 @@ Pixels = npt.NDArray[np.uint8]
 
 
 def features(weights: Mapping[str, Tensor], pixels: Tensor, heads: int, depth: int) -> Tensor:
-    """Normalised pixels [views, 3, side, side] to [views, tokens, width of the language model]."""
+    """Normalised pixels [views, 3, side, side] to rows [views, tokens, width of the language
+    model]."""
     own = {name.removeprefix("vision_model."): value for name, value in weights.items()}
 
     def linear(x: Tensor, name: str) -> Tensor:
@@ -71,7 +72,7 @@ def positions(table: Tensor, side: int) -> Tensor:
 
 
 def views(image: Image.Image, whole: int, crop: int, longest: int) -> tuple[Pixels, list[Pixels]]:
-    """The whole view and the crops, [side, side, 3], as ImagePatcher cuts them; with Pillow."""
+    """The whole view and the crops, [side, side, 3], as ImagePatcher cuts them, but with Pillow."""
     width, height = image.size
     if min(width, height) < 32 and not 1 / 4 <= width / height <= 4:
         square = Image.new(image.mode, (max(width, height),) * 2, 0)

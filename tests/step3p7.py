@@ -1,4 +1,4 @@
-"""transformers' image processor of Step-3.7, without importing it: the module needs torchvision."""
+"""transformers' image processor of Step-3.7, without its module, which needs torchvision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METHODS = ("_is_extreme_aspect", "_plan_patches", "_get_image_patches")
 
 @lru_cache
 def functions() -> dict[str, Any]:
-    """Its methods by name. Torch computes what they call from torchvision, bit for bit."""
+    """Its methods by name. torch replaces what they call from torchvision, bit for bit."""
     from transformers.image_transforms import divide_to_patches
 
     found = find_spec("transformers.models.step3p7.image_processing_step3p7")
@@ -48,12 +48,12 @@ class Processor:
         self.whole, self.crop, self.max_image_size = whole, crop, longest
 
     def plan(self, width: int, height: int) -> tuple[int, int]:
-        """Rows and columns of crops; 0, 0: none."""
+        """Rows and columns of crops; 0, 0 if there are none."""
         planned = functions()["_plan_patches"](self, width, height, self.whole, self.crop)
         return planned[4], planned[3]
 
     def views(self, image: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """uint8 [3, height, width] to the whole view and the crops, each [3, side, side]."""
+        """Cuts uint8 [3, height, width] into the whole view and the crops, each [3, side, side]."""
         cut = functions()["_get_image_patches"]
         whole, crops, _, _ = cut(self, image, self.whole, self.crop, None)
         side = SimpleNamespace(height=self.crop, width=self.crop)

@@ -1,4 +1,4 @@
-"""A tower with an obvious result, for any device: a row is the sums of its token's four patches."""
+"""A tower with an obvious result, for any device: rows are sums of their tokens' patches."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class TwoPathToy(ToyTower):
 
 
 def two_path_item(whole: int, crops: int, seed: int) -> Item:
-    """An item with `whole` and `crops` tokens on its paths and bytes drawn from `seed`."""
+    """An item with `whole` and `crops` tokens on its two paths, its bytes drawn from `seed`."""
     tokens = whole + crops
     patches = np.random.default_rng(seed).integers(0, 200, (4 * tokens, 3), dtype=np.uint8)
     plan = ItemPlan(

@@ -61,7 +61,7 @@ def video(
     counting: bool = False,
     **options: str,
 ) -> bytes:
-    """A video file; `counting`: of frames that show their index."""
+    """A video file. `counting`: its frames show their index."""
     width, height = size
     draw = numbered if counting else picture
     file = BytesIO()

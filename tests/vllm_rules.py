@@ -1,4 +1,4 @@
-"""A reimplementation of how vLLM 0.33 reads embeddings from the parts of a chat message.
+"""Reimplements how vLLM 0.33 reads embeddings from the parts of a chat message.
 
 After vllm/renderers/chat_utils (parsing, merging), multimodal/media/image.py (decoding),
 multimodal/parse.py (plain tensors) and models/qwen2_vl.py, qwen3_vl.py (splitting). Where vLLM
@@ -43,7 +43,7 @@ def embeddings(parts: Sequence[dict[str, Any]], width: int) -> list[torch.Tensor
 
 
 def pruned(rows: torch.Tensor, grid: Sequence[int], rate: float) -> torch.Tensor:
-    """multimodal/video_prune/evs.py: the indices of the rows that are left of a video."""
+    """multimodal/video_prune/evs.py: the indices of the rows that are kept of a video."""
     each = grid[1] * grid[2] // MERGE_SIZE**2
     groups = rows.view(grid[0], each, -1)
     unlike = 1 - torch.cosine_similarity(groups[1:], groups[:-1], dim=-1)

@@ -1,6 +1,6 @@
-"""transformers' image processors whose modules need torchvision, with torch in its place.
+"""transformers' image processors whose modules need torchvision, which torch replaces here.
 
-Torch computes what they call from torchvision, bit for bit.
+torch computes what they call from torchvision, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OWN = (
 
 
 class Backend:
-    """What processors call of TorchvisionBackend. No normalisation: pixels of 0 to 255."""
+    """What processors call of TorchvisionBackend. Does not normalise: pixels are 0 to 255."""
 
     def resize(
         self, image: Tensor, size: Any, resample: int, antialias: bool = True, **_: Any
@@ -62,8 +62,8 @@ def padded(image: Tensor, sides: list[int], fill: list[int]) -> Tensor:
 
 @lru_cache
 def processor(family: str, name: str, *, pixels: bool = True) -> Any:
-    """An instance of the class, with the settings that it has by default. Without `pixels` it calls
-    nothing of torchvision: its images stay as they are."""
+    """An instance of the class with its default settings. Without `pixels` it calls nothing of
+    torchvision: its images stay as they are."""
     kind = "video" if "Video" in name else "image"
     found = find_spec(f"transformers.models.{family}.{kind}_processing_{family}")
     assert found
@@ -96,13 +96,13 @@ def processor(family: str, name: str, *, pixels: bool = True) -> Any:
 
 
 def public(node: ast.stmt) -> bool:
-    """Methods around the one that computes: they need the rest of the class."""
+    """Whether it is a method around the one that computes, which needs the rest of the class."""
     return isinstance(node, ast.FunctionDef) and node.name in ("__init__", "preprocess")
 
 
 def processed(family: str, name: str, images: list[Tensor], **settings: Any) -> Any:
-    """Of images, uint8 [3, height, width], or of videos, with frames first: its outputs, whose
-    pixels are floats of 0 to 255."""
+    """Processes images, uint8 [3, height, width], or videos with frames first. Returns the outputs,
+    whose pixels are floats of 0 to 255."""
     one = processor(family, name)
     size = settings.pop("size", None) or getattr(one, "size", {})
     given: dict[str, Any] = {

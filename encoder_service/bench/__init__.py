@@ -1,1 +1,1 @@
-"""Benchmarks: the whole service on a private Ray cluster, and one device without Ray."""
+"""Benchmarks of the whole service on a private Ray cluster, and of one device without Ray."""

@@ -1,8 +1,8 @@
-"""Answers of vLLM servers to chats with images: vLLM as it is, and with our encoder inside.
+"""Benchmarks vLLM servers on chats with images: vLLM alone, and with our encoder inside.
 
-All servers get the same traffic: requests at the same random times (Poisson), whether or not the
-earlier ones have been answered, then a fixed number in flight, then text streams beside images. No
-two images are the same, unless some are to be repeated.
+All servers get the same traffic. First requests arrive at the same random times (Poisson), whether
+or not earlier ones have been answered; then a fixed number is in flight; then text streams run
+beside images. All images differ, unless some are to be repeated.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ START_SECONDS, STOP_SECONDS, REQUEST_SECONDS = 600, 30, 120
 KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connection
 WARM_UPS = 6
 GOOD_FIRST_SECONDS, GOOD_BETWEEN_SECONDS = 1.0, 0.05
-"""A good answer's first token, and its mean time between tokens, come within these."""
+"""An answer is good if its first token, and its mean time between tokens, come within these."""
 STREAM_TOKENS = 200
 STREAMS_SECONDS = 0.5
 """Text streams run for this long before images arrive beside them."""
 SETTLED = 0.25
-"""Of a phase with a fixed number in flight, answers that end in this first part do not count."""
+"""With a fixed number in flight, answers that end in this first part of the phase do not count."""
 PROMPT = "What is in these pictures? Answer in a few words."
 SEEDS_PER_REQUEST = 16
 CONNECTOR = {
@@ -61,7 +61,7 @@ Images = list[bytes]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What each request of a load brings."""
+    """What each request of a load contains."""
 
     name: str
     sizes: tuple[Shape, ...]  # of its images; none: text only
@@ -69,21 +69,21 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class AnswersPlan:
-    """The traffic. Every kind has all phases."""
+    """The traffic. Every kind goes through all phases."""
 
     kinds: list[Kind]
     per_second: list[float]
     """Mean rates of random arrivals, a phase each."""
     in_flight: int
-    """Requests in flight in the phase that follows them."""
+    """Requests in flight in the phase after those."""
     streams: int
     """Text streams beside images that arrive at the first rate, in the last phase; 0: none."""
     seconds: float
-    """Of each phase."""
+    """Length of each phase."""
     tokens: int = 64
-    """Of each answer, but for those of text streams."""
+    """Length of each answer, except for text streams."""
     repeated: float = 0.0
-    """The share of requests whose images an earlier one brought."""
+    """The share of requests that repeat the images of an earlier one."""
 
 
 @dataclass(slots=True)
@@ -117,8 +117,8 @@ class PhaseReport:
 
 
 class OpenAiServer:
-    """One server under load, or several that share it: each gets the next request if it has the
-    fewest to answer."""
+    """One server under load, or several that share it: the one with the fewest requests gets the
+    next."""
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class OpenAiServer:
         self.encoder = encoder
 
     async def ask(self, images: Images, number: int, tokens: int) -> Streamed:
-        """One chat. `number` begins its text, so that no two share a prefix."""
+        """Sends one chat. Its text begins with `number`, so that no two share a prefix."""
         found = Streamed(time.perf_counter())
         seen, last = 0, found.began
         url = min(self.outstanding, key=lambda one: self.outstanding[one])
@@ -179,7 +179,7 @@ class OpenAiServer:
         return found
 
     async def parts(self, images: Images) -> list[dict[str, Any]]:
-        """Of a chat message. Raises ServiceError, ValueError."""
+        """The parts of a chat message. Raises ServiceError, ValueError."""
         if self.encoder and images:
             kept = await self.encoder.encode(images, reference=True)
             return [one.to_vllm() for one in kept]
@@ -190,7 +190,7 @@ class OpenAiServer:
 
 
 class Pictures:
-    """Makes the images of requests in processes of its own, before they are sent."""
+    """Generates the images of requests in separate processes, before they are sent."""
 
     def __init__(self, repeated: float) -> None:
         self.repeated = repeated
@@ -225,7 +225,7 @@ def coded(image: bytes) -> str:
 
 
 async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> list[PhaseReport]:
-    """All phases against one server. Prints each as it ends."""
+    """Runs all phases against one server, and prints each as it ends."""
     pictures, found = Pictures(plan.repeated), []
 
     def ended(load: str, answers: list[Streamed], seconds: float) -> None:
@@ -260,8 +260,8 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
 async def arrivals(
     server: OpenAiServer, requests: list[Images], per_second: float, tokens: int
 ) -> list[Streamed]:
-    """Each request at its time, whatever has become of those before. The times are the same for
-    every server."""
+    """Sends each request at its time, whether or not earlier ones have been answered. The times are
+    the same for every server."""
     random, at = Random(7), time.perf_counter()
     sent = []
     for number, images in enumerate(requests):
@@ -274,8 +274,9 @@ async def arrivals(
 async def saturated(
     server: OpenAiServer, plan: AnswersPlan, kind: Kind, pictures: Pictures
 ) -> tuple[list[Streamed], float]:
-    """A fixed number in flight. Returns the answers after the first part, and the seconds in which
-    one after another would give as many: requests start in waves, so counting ends misleads."""
+    """Keeps a fixed number of requests in flight. Returns the answers after the first part, and the
+    seconds that they stand for: their summed durations over the number in flight. Counting answers
+    per second would mislead, because requests start in waves."""
     answers: list[Streamed] = []
     ready = await pictures.of(kind, plan.in_flight)
     began = time.perf_counter()
@@ -369,8 +370,9 @@ async def connected(
 def vllm(
     model: str, place: dict[str, Any] | None, options: Sequence[str], console: Console
 ) -> Iterator[str]:
-    """A vLLM server of this Python environment: its URL, once it answers. `place`: settings of our
-    connector; None: without. Raises StartError with the end of its log."""
+    """Runs a vLLM server of this Python environment; yields its URL once it responds. `place`:
+    settings of our connector; None: without it. Raises StartError with the end of the server's
+    log."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -404,7 +406,7 @@ def wait_until_ready(process: subprocess.Popen[bytes], url: str, log: Path) -> N
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Ends the server, and whatever it started."""
+    """Ends the server and whatever it started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
@@ -429,7 +431,7 @@ def wrong(one: PhaseReport) -> str:
 
 
 def table(reports: Sequence[PhaseReport]) -> Table:
-    """A row for each load and server; loads in their order, servers side by side."""
+    """A row for each load and server, with the servers of a load next to each other."""
     shown = Table(
         caption=f"ms: 50th and 99th percentile. Good: first token within {GOOD_FIRST_SECONDS:g} s, "
         f"{GOOD_BETWEEN_SECONDS * 1e3:g} ms a token on average",
@@ -484,7 +486,7 @@ def plot(reports: Sequence[PhaseReport], path: Path) -> None:
 
 
 def documents(reports: Sequence[PhaseReport]) -> list[dict[str, Any]]:
-    """For JSON, which has no NaN."""
+    """The reports for JSON, which has no NaN."""
     text = json.dumps([asdict(one) for one in reports])
     found: list[dict[str, Any]] = json.loads(text, parse_constant=lambda _: None)
     return found

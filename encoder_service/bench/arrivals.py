@@ -1,4 +1,4 @@
-"""Open-loop load, random arrivals and bursts, and the same requests in the simulator of router/."""
+"""Open-loop load: random arrivals and bursts, and the same requests in the simulator of router/."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from router.policy.balance import POLICIES
 from router.simulate import H200_8B, Outcome, Scenario, Simulation, at_random
 
 BURSTS = 5
-"""The median is reported."""
+"""Number of bursts, of which the median is reported."""
 SIMULATED_REQUESTS = 4000
-"""At random times; more than the benchmark sends, for a stable p99."""
+"""Requests simulated at random times: more than the benchmark sends, for a stable p99."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Traffic:
         return [[known[shape] for shape in kind] for kind in kinds]
 
     def scenario(self, arrivals: Sequence[tuple[float, Sequence[int]]]) -> Scenario:
-        """The scenario, its costs those of an H200 scaled to this fleet's saturated rate."""
+        """The scenario, with the costs of an H200 scaled to this fleet's saturated rate."""
         encoder = self.options.encoder
         replicas = encoder.least_replicas
         # Without GPUs all replicas share the one machine.
@@ -60,7 +60,7 @@ class Traffic:
 
 
 def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic) -> dict[str, Any]:
-    """Figures of requests at random times, at a part of the saturated fleet's rate."""
+    """Measures requests at random times, at a part of the saturated fleet's rate."""
     per_second = part * traffic.most_per_second
     before = scrape(url)
     result = callers.send(
@@ -86,7 +86,7 @@ def steady(callers: Callers, load: Load, part: float, url: str, traffic: Traffic
 
 
 def burst(callers: Callers, load: Load, count: int, url: str, traffic: Traffic) -> dict[str, Any]:
-    """Figures of `count` requests at once, sent to an idle fleet."""
+    """Measures `count` requests at once, sent to an idle fleet."""
     load = replace(load, concurrency=count, requests=count, seconds=math.inf)
     taken, balances = [], []
     errors: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from encoder_service.config import ServiceOptions, resources
 
 APPLICATION = "encoder"
 MOST_CONNECTIONS, OTHER_FILES = 4096, 2500
-"""HAProxy as Serve starts it: its connections, of two files each, and its other open files."""
+"""HAProxy as Serve starts it: connections, which take two open files each, and other open files."""
 PORTS = range(20_000, 30_000)
 """Above the ports of Ray's workers, below those that Linux gives to outgoing connections, so that a
 free port stays free until Serve listens there."""
@@ -61,8 +61,8 @@ def logical_cpus(options: ServiceOptions) -> int:
 @contextmanager
 def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cluster]:
     """Starts the cluster, yields its addresses, and stops it with everything that runs on it."""
-    # Whoever may call Ray's own ports may run code here: `ray.init` asks for a token unless it is
-    # told not to. Ours leaves no file in $HOME.
+    # Anyone who can call Ray's own ports can run code here, so they must be protected by a token.
+    # `ray.init` asks for one unless it is told not to. This token leaves no file in $HOME.
     os.environ.pop("RAY_AUTH_MODE", None)
     os.environ.setdefault("RAY_AUTH_TOKEN", token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -102,10 +102,12 @@ def cluster(num_cpus: int, object_store_bytes: int | None = None) -> Iterator[Cl
 
 
 def ha_proxy(home: str, most_files: int) -> dict[str, str]:
-    """The environment that lets HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) start on any machine.
+    """Returns the environment with which HAProxy (RAY_SERVE_ENABLE_HA_PROXY=1) starts on any
+    machine.
 
-    If one of its ports is taken, or it may open too few files for its connections, Serve waits
-    forever; by default, all clusters of a machine share its files. `most_files`: the hard limit.
+    Serve waits forever if one of HAProxy's ports is taken, or if HAProxy may open too few files for
+    its connections. By default, all clusters of a machine share HAProxy's files. `most_files`: the
+    hard limit of open files.
     """
     metrics_port, stats_port = free_ports(2)
     found = {

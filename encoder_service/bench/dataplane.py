@@ -1,8 +1,8 @@
-"""How long embeddings take from an encoder's memory to an array in a consumer's process.
+"""Times embeddings on their way from an encoder's memory to an array in a consumer's process.
 
-Three deployments replace encoder, router and language model, without a model. Time runs from when
-the encoder has rows to when the consumer has them. A copy of as many bytes within one process is
-timed in the same run, because ratios to it are comparable between machines.
+Three deployments without a model stand in for encoder, router and language model. Time runs from
+when the encoder has the rows until the consumer has them. Copying as many bytes within one process
+is timed in the same run, because ratios to it are comparable between machines.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ WAYS: dict[Way, str] = {
 SIZE_BYTES, REPEATS = 67_000_000, 20
 """One 1080p image of Qwen3-VL-8B."""
 CPUS, ACTOR = 8, {"num_cpus": 0.1}
-"""Declared to Ray; asked for by each replica."""
+"""CPUs declared to Ray, and those that each replica requests."""
 MOST_EMBEDDINGS = 16
-"""In flight at a time: the object store has room for as many."""
+"""How many embeddings the object store has room for."""
 HITS = 4
 """Items of the cache test: a request of four images."""
 WARM_UPS = 3
@@ -52,7 +52,7 @@ class Sent:
 
 
 class Source:
-    """In place of the encoder."""
+    """Stands in for the encoder."""
 
     def __init__(self, size_bytes: int) -> None:
         self.rows = np.random.default_rng(0).integers(0, 255, size_bytes, np.uint8)
@@ -65,7 +65,7 @@ class Source:
         return Sent(self.rows if way == "value" else self.rows.tobytes(), since)
 
     async def hits(self) -> tuple[float, list[Embedding]]:
-        """Seconds that this process spends on items in its cache, and their entries."""
+        """Seconds that this process spends on items in its cache, and the cache entries."""
         if not self.cache.bytes:
             for name in map(str, range(HITS)):
                 data = await asyncio.to_thread(share, self.rows)
@@ -78,7 +78,7 @@ class Source:
 
 
 class Passing:
-    """In place of the router: passes answers on."""
+    """Stands in for the router: passes responses on."""
 
     def __init__(self, source: DeploymentHandle) -> None:
         self.source = source
@@ -93,7 +93,7 @@ class Passing:
 
 
 class Consumer:
-    """In place of a language model."""
+    """Stands in for a language model."""
 
     def __init__(self, passing: DeploymentHandle, size_bytes: int) -> None:
         self.passing = passing
@@ -135,7 +135,7 @@ def application(size_bytes: int) -> Iterator[DeploymentHandle]:
 
 
 def run() -> dict[str, Any]:
-    """On a cluster of its own."""
+    """Measures on a private cluster."""
     with cluster(CPUS, object_store_bytes=MOST_EMBEDDINGS * SIZE_BYTES):
         return measure(SIZE_BYTES, REPEATS)
 

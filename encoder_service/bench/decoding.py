@@ -1,6 +1,6 @@
-"""The engine and the decoding ahead of it, in one process without a service around them.
+"""Measures the engine and the decoding ahead of it, in one process without a service.
 
-`measure` gives the throughput that `bench serve --alone` holds the service against; `preprocess`
+`measure` gives the throughput that `bench serve --alone` compares the service with; `preprocess`
 compares ways to decode. Rows end in host memory and are dropped there.
 """
 
@@ -28,10 +28,10 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
 WARM_UP_PART = 0.25
-"""Of the measured time, added before it."""
+"""Length of the warm-up, as a part of the measured time."""
 PATCHES_IN_FLIGHT = 2**17
 MOST_IN_FLIGHT = 64
-"""Images in flight; fewer of large ones."""
+"""Maximum images in flight; fewer if they are large."""
 
 Done = Callable[[Future[Any]], None]
 Begin = Callable[[Done], None]
@@ -60,9 +60,9 @@ CAPTION = (
 def measure(
     options: ActorOptions, pictures: Sequence[bytes], in_flight: int, seconds: float
 ) -> tuple[float, float]:
-    """Images per second of the engine alone, decoded beforehand, and with decoding.
+    """Images per second of the engine alone, on images decoded beforehand, and with decoding.
 
-    Each is measured for this many seconds, with this many items in flight. Raises StartError.
+    Each is measured for `seconds` with `in_flight` items in flight. Raises StartError.
     """
     series = EncoderMetrics()
     decoder = Decoder(options, series)
@@ -84,7 +84,7 @@ def preprocess(
     seconds: float,
     console: Console,
 ) -> list[dict[str, Any]]:
-    """Each way for each size; each figure takes this many seconds. Raises StartError."""
+    """Measures each way for each size, and each figure for `seconds`. Raises StartError."""
     series, found = EncoderMetrics(), []
     console.print(f"starting the engine of {options.model.id} ...")
     engine = open_engine(options, series)
@@ -173,7 +173,7 @@ def decoding(decoder: Decoder, files: Sequence[Media], engine: Engine | None = N
 
 
 def rate(begin: Begin, in_flight: int, seconds: float) -> float:
-    """Items done per second, this many in flight. Raises the error of the first that failed."""
+    """Items done per second, with `in_flight` in flight. Raises the error of the first failure."""
     room, lock = Semaphore(in_flight), Lock()
     ended = 0
     failures: list[BaseException] = []

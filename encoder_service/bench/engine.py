@@ -1,6 +1,6 @@
 """Benchmarks one tower on one device, without Ray: every workload in every mode, rows checked.
 
-Packs, metadata, staging and replays are those of the engine.
+Packing, metadata, staging and replays are those of the engine.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from encoder_service.bench.report import (
 )
 
 SMALL = Workload("1x320", (Size(320, 320),))
-"""400 patches: the image of --every-budget."""
+"""The image of --every-budget: 400 patches."""
 FORMS: tuple[BlockForm, ...] = get_args(BlockForm)
 """Modes that set `graphs.blocks`."""
 WARM_UPS = 10
-"""Untimed calls before the timed ones; at most as many as these."""
+"""Untimed calls before the timed ones, but at most as many as those."""
 PACKAGES = ("torch", "triton", "transformers")
 PROFILED_CALLS = 5
 MOST_KERNELS, NAME_CHARACTERS = 25, 72
@@ -64,7 +64,7 @@ class Settings:
     workloads: tuple[Workload, ...]
     """Empty: the model's default ones."""
     short: bool
-    """The defaults for images are those for runs over all families."""
+    """Whether the default image workloads are those for runs over all families."""
     modes: tuple[Mode, ...]
     repeats: int
     every_budget: bool
@@ -73,7 +73,7 @@ class Settings:
     precision_file: str
     """The plan of mode `fp8`, if that is measured."""
     tower: Literal["vision", "audio"] | None
-    """Of a model that has both."""
+    """Which tower to measure of a model that has both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Batch:
     patches: Sequence[Tensor]
     """uint8 [patches, values] per item."""
     path_patches: Sequence[Sequence[Tensor]]
-    """The same, per path of the model the part of each item that belongs to it."""
+    """The same for each path of the model: the part of each item's patches that belongs to it."""
 
     def path_tokens(self) -> tuple[int, ...]:
         return tuple(map(sum, zip(*(plan.path_tokens for plan in self.plans), strict=True)))
@@ -114,7 +114,7 @@ class EngineCall:
             self.device.join()
             with self.device.running():
                 packed = self.graphs[0].tower.postprocess(outputs, plans)
-                # With two paths, postprocess has made a copy.
+                # With two paths, postprocess has already made a copy.
                 if len(outputs) == 1 and pack.budgets[0] is not None:
                     packed = packed.clone()
             parts = packed.split([plan.tokens for plan in plans])
@@ -181,7 +181,7 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
 
 
 class Bench:
-    """One tower and the towers it is compared with, with the same weights on one device."""
+    """One tower and the towers that it is compared with, with the same weights on one device."""
 
     def __init__(
         self,
@@ -202,7 +202,7 @@ class Bench:
         self.captured: dict[Mode, list[GraphSet]] = {"budget": self.budgeted}
         for form in FORMS:
             if form in settings.modes:
-                on_cuda = device.backend == "cuda" or form == "compile"  # the CPU compiles, too
+                on_cuda = device.backend == "cuda" or form == "compile"  # the CPU compiles too
                 block_form(form, on_cuda=on_cuda, dtype=spec.dtype, fast=spec.fast_blocks)
                 tower = build(spec, weights, device.device, blocks_of(form))
                 self.captured[form] = self.graphs(tower, self.limits.budgets, self.limits.segments)
@@ -222,7 +222,7 @@ class Bench:
             self.theirs = Reference(spec, weights, torch.bfloat16, device.device)
 
     def capture(self, report: Callable[[int, float], None]) -> None:
-        """Captures the graphs for images and chooses the packing, as the service does."""
+        """Captures the graphs and chooses the packing, as the service does."""
         for of_mode in self.captured.values():
             for graphs in of_mode:  # in the order in which packs replay them
                 graphs.capture(report)
@@ -232,7 +232,7 @@ class Bench:
     def measure(
         self, name: str, calls: Mapping[str, Callable[[], Rows]], batch: Batch
     ) -> WorkloadReport:
-        """The figures of each call for the batch."""
+        """Measures each call on the batch."""
         with FlopCounterMode(display=False) as counter:
             expected = self.truth.rows(batch.patches, batch.plans)
         return WorkloadReport(
@@ -323,8 +323,8 @@ class Bench:
 
 
 def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
-    """Raises ConfigError for sounds to a model that takes images, and the reverse, for sounds that
-    are too long or have no sample, and for pruned images to a model that cannot prune."""
+    """Raises ConfigError for sounds if the model takes images and vice versa, for sounds that are
+    too long or have no sample, and for pruned images if the model cannot prune."""
     if bool(spec.audio) != bool(workload.seconds):
         raise ConfigError(f"--workload {workload.name}: {spec.id} takes {PLURALS[spec.kinds[0]]}")
     sizes = workload.sizes
@@ -347,7 +347,7 @@ def plans_of(spec: ModelSpec, workload: Workload) -> list[ItemPlan]:
 
 
 def limits(spec: ModelSpec, settings: Settings) -> Capacity:
-    """The service's limits for images and sounds, without budgets larger than workloads need."""
+    """The service's limits for images and sounds, with no budget larger than the workloads need."""
     whole = model_capacity(GraphOptions(max_frames_per_batch=None if spec.audio else 0), spec)
     if settings.every_budget:
         return whole
@@ -368,7 +368,7 @@ def only(budgets: tuple[int, ...], items: int) -> Capacity:
 def release(device: Device) -> None:
     """Frees the memory of a finished model, whose graphs refer to each other in cycles."""
     gc.collect()
-    torch.compiler.reset()  # compiled blocks of one model count against the next one's limit
+    torch.compiler.reset()  # compiled blocks of one model count towards the next one's limit
     if device.backend == "cuda":
         torch.cuda.empty_cache()
 
@@ -378,7 +378,7 @@ def device_name(device: Device) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that compute; those not installed are left out."""
+    """Versions of the packages that compute; those not installed are left out."""
     found = {}
     for package in PACKAGES:
         try:
@@ -394,7 +394,7 @@ def synchronize(device: Device) -> None:
 
 
 def timed(call: Callable[[], object], device: Device, repeats: int) -> tuple[float, float]:
-    """Median and 99th percentile in ms, the device idle before and after each call."""
+    """Median and 99th percentile in ms. The device is idle before and after each call."""
     seconds = []
     for _ in range(min(WARM_UPS, repeats)):
         call()
@@ -409,7 +409,7 @@ def timed(call: Callable[[], object], device: Device, repeats: int) -> tuple[flo
 
 
 def kernels(call: Callable[[], object], device: Device) -> str:
-    """torch's table of the longest kernels and copies; of its operators on a CPU."""
+    """torch's table of the slowest kernels and copies, or of the slowest operators on a CPU."""
     cuda = device.backend == "cuda"
     activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
     call()

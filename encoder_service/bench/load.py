@@ -1,7 +1,8 @@
-"""Sends requests to a running service, and reads from /metrics the work that it did meanwhile.
+"""Sends requests to a running service, and reads from /metrics how much work it did meanwhile.
 
-One Python process sends less than a GPU encodes, so callers are processes of Ray that share a load.
-A caller over HTTP or gRPC is an ordinary client; one by handle does what a language model does.
+One Python process cannot send as much as a GPU encodes, so callers are Ray processes that share a
+load. A caller over HTTP or gRPC is an ordinary client; one by handle does what a language model
+does.
 """
 
 from __future__ import annotations
@@ -37,21 +38,21 @@ from encoder_service.wire.documents import RequestItem
 # Ray is imported when a cluster starts, after its environment is set: cluster.py.
 
 AHEAD = 37
-"""Offset in kinds from one caller to the next, so that they do not send the same in step."""
+"""Offset between the kinds of consecutive callers, so that they do not send the same in step."""
 APART = 2**40
-"""Between the picture numbers of two callers, so that no two send the same picture."""
+"""Distance between the picture numbers of two callers, so that they never send the same picture."""
 
 Labels = frozenset[tuple[str, str]]
 Samples = dict[tuple[str, Labels], float]
 Encode = Callable[[list[bytes]], Awaitable[tuple[float, int]]]
 """Sends one request. Returns the seconds of decoding, waiting for the device and encoding (the
-longest of each over the items) and the bytes of embeddings, sent back or left in shared memory.
-Raises ServiceError."""
+longest of each over the items) and the bytes of embeddings, whether sent back or left in shared
+memory. Raises ServiceError."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much is sent. It ends after `requests` or `seconds`, whichever comes first."""
+    """How much is sent. Ends after `requests` or `seconds`, whichever comes first."""
 
     concurrency: int
     requests: int
@@ -64,7 +65,7 @@ class Load:
     per_second: float | None = None
     """Requests arrive at random times, at this rate on average; `concurrency` does not apply."""
     seed: int = 0
-    """Of these times."""
+    """Seeds these times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Result:
     wall_seconds: float = 0
 
     def percentiles_ms(self, *percents: float) -> list[float]:
-        """Of the latencies. Raises RuntimeError if no request was answered."""
+        """Percentiles of the latencies. Raises RuntimeError if no request was answered."""
         if not self.answered:
             raise RuntimeError(f"nothing was answered: {dict(self.errors)}")
         latencies = [one.latency_seconds * 1e3 for one in self.answered]
@@ -257,7 +258,7 @@ class Callers:
 
 
 def shares(load: Load, callers: int) -> list[Load]:
-    """The load in parts, one for each caller that has a share of the concurrency."""
+    """Divides the load into one part for each caller that has a share of the concurrency."""
     callers = min(callers, load.concurrency)
     return [
         replace(
@@ -272,12 +273,12 @@ def shares(load: Load, callers: int) -> list[Load]:
 
 
 def part(whole: int, place: int, parts: int) -> int:
-    """One of `parts` parts of a whole, which differ by at most 1."""
+    """One of `parts` parts of a whole that differ by at most 1."""
     return whole // parts + (place < whole % parts)
 
 
 def pictures_of(kinds: list[list[Shape]], place: int, turn: int) -> Iterator[list[bytes]]:
-    """Requests that no other caller sends, nor this one in another turn."""
+    """Requests that neither another caller nor another turn of this one sends."""
     return requests(turned(kinds, place), (place * 2**10 + turn) * APART)
 
 
@@ -288,7 +289,7 @@ def turned(kinds: list[list[Shape]], place: int) -> list[list[Shape]]:
 
 @dataclass(frozen=True, slots=True)
 class WorkDone:
-    """What the replicas did between two scrapes, all together."""
+    """The work of all replicas between two scrapes."""
 
     patches: float
     hits: float

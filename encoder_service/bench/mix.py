@@ -1,4 +1,4 @@
-"""What is sent: JPEGs of given sizes, all different so that no cache helps."""
+"""The images that are sent: JPEGs of given sizes, all different so that no cache helps."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Protocol = Literal[
     "grpc_reference",
     "handle",
 ]
-"""direct and grpc_direct: rows come from the encoders' own ports; grpc: a response is one message;
-reference: embeddings stay in shared memory and ids come back; handle: from inside Ray, as a
-language model calls, where embeddings always stay there."""
+"""direct and grpc_direct: rows come from the encoders' own ports. grpc: a response is one message.
+reference: embeddings stay in shared memory and ids come back. handle: calls from inside Ray, as a
+language model makes them; embeddings always stay in shared memory."""
 
 VARIANTS = 8
-"""Different pictures in total, or one of each size if there are more sizes."""
+"""Number of different pictures, or one of each size if there are more sizes."""
 HEAVY_TAILED = "heavy-tailed"
 HEAVY_TAILED_KINDS = 512
 PATCH_PIXELS = 16

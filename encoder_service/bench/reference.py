@@ -17,8 +17,8 @@ from actors.types import ItemPlan
 class PlainTower:
     """Our own tower in float32: ReferenceBlocks and SegmentAttention, without graphs or kernels.
 
-    Comparing with it checks graphs, kernels and bf16. That the tower is the published one is
-    checked by tests/parity.
+    Comparing with it checks graphs, kernels and bf16. tests/parity checks that the tower is the
+    published one.
     """
 
     name = "our own plain torch"
@@ -76,7 +76,7 @@ class Reference:
         self.model: Any = model.eval()
 
     def pixels(self, patches: Sequence[Tensor]) -> Tensor:
-        """As transformers' processor makes them: normalised, every frame, [patches, values]."""
+        """As from transformers' processor: normalised, with every frame, [patches, values]."""
         mean, std = (
             torch.tensor(values, device=self.device)[:, None]
             for values in (self.spec.mean, self.spec.std)

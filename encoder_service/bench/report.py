@@ -26,19 +26,19 @@ MODE_HELP = (
 )
 
 TOLERANCE = 2e-2
-"""Relative error against float32: bf16 alone makes about 1.3e-2 on full towers."""
+"""Maximum relative error against float32. bf16 alone causes about 1.3e-2 on full towers."""
 FP8_TOLERANCE = 1e-1
-"""The same of FP8, whose accuracy is for `calibrate` to judge."""
+"""The same for FP8, whose accuracy `calibrate` has to judge."""
 NOTHING = "-"
 INCHES = (11.0, 4.2)
 """Width and height of one model's plot."""
 BARS = 0.8
-"""Width of a workload's bars together; workloads are 1 apart."""
+"""Total width of a workload's bars; workloads are 1 apart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Images of these sizes, or sounds of so many seconds, that are encoded together."""
+    """Images of these sizes, or sounds of this many seconds, that are encoded together."""
 
     name: str
     sizes: tuple[Size, ...] = ()
@@ -62,7 +62,7 @@ MIXED = (
     Size(300, 500),
     *[Size(224, 224)] * 2,
 )
-"""Few large and many small images, as in traffic: 32,252 patches, 8,063 tokens of Qwen3-VL."""
+"""A few large and many small images, as in traffic: 32,252 patches, 8,063 tokens of Qwen3-VL."""
 
 DEFAULT = (
     Workload("1x336", (Size(336, 336),)),
@@ -118,7 +118,7 @@ class WorkloadReport:
     patches: int
     tokens: int
     floor_ms: float | None
-    """Of the operations of GEMMs, convolutions and attention in the float32 tower."""
+    """floor_ms of the GEMMs, convolutions and attention in the float32 tower."""
     figures: list[ModeFigures]
 
 

@@ -1,4 +1,7 @@
-"""A service under load: on one cluster, a fresh one per policy with the same image sizes."""
+"""Measures a service under load: one cluster, and a new service for each policy.
+
+All policies get the same image sizes.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ SMALL: list[list[Shape]] = [[(336, 336)]]
 WARM_UPS, MOST_WARM_UPS = 4, 64
 """Requests sent before anything is measured: of each kind, and at most of all kinds together."""
 MOST_WARM_SECONDS = 5.0
-"""Then the load itself is sent for at most this long, because the first touch of memory is slow,
-especially of pinned and shared memory."""
+"""After those, the load itself is sent for at most this long, because the first touch of memory is
+slow, especially of pinned and shared memory."""
 MOST_ALONE_SECONDS = 5.0
-"""Of each of the two measurements of the engines."""
+"""Length of each of the two measurements of the engines alone."""
 ALONE_PER_KIND, MOST_ALONE = 8, 64
-"""Requests sent to the engines over and over again: nothing caches them."""
+"""Requests sent to the engines repeatedly, per kind and at most in total. Nothing caches them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +56,7 @@ class ServePlan:
 
 
 def run(options: ServiceOptions, plan: ServePlan, console: Console) -> dict[str, Any]:
-    """Measures everything in the plan. The figures as they are written to JSON."""
+    """Measures everything in the plan. Returns the figures as they are written to JSON."""
     alone: dict[str, float] = {}
     runs: list[dict[str, Any]] = []
     with cluster(logical_cpus(options)) as where:
@@ -85,7 +88,7 @@ def measure_alone(options: ServiceOptions, plan: ServePlan) -> dict[str, float]:
     in_flight = max(1, round(plan.load.concurrency * len(sent) / different / replicas))
     actor = ActorOptions(**{name: getattr(options, name) for name in ActorOptions.model_fields})
     seconds = min(plan.load.seconds, MOST_ALONE_SECONDS)
-    # Each in a process of its own, which frees the device for the service when it ends.
+    # Each engine has its own process, which frees the device for the service when it ends.
     engine: Any = ray.remote(num_cpus=0, num_gpus=options.encoder.num_gpus, max_calls=1)(measure)
     found = ray.get([engine.remote(actor, sent, in_flight, seconds) for _ in range(replicas)])
     engines, pipelines = zip(*found, strict=True)
@@ -115,7 +118,7 @@ def run_policy(
             load = replace(plan.load, protocol=protocol)
             found = run_protocol(options, replace(plan, load=load), where, callers, most)
             most = most or found["requests_per_second"]
-            console.print(brief(found))  # stays on the screen if a later run fails
+            console.print(brief(found))  # remains on the screen if a later run fails
             runs.append({"policy": policy, "protocol": protocol} | found)
         callers.close()
     return [{"ready_seconds": ready_seconds} | one for one in runs]

@@ -1,4 +1,4 @@
-"""The subcommands of `encoder-service`, one file each; here the option types that they share."""
+"""The subcommands of `encoder-service`, one file each, and the option types that they share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_command(
     help_text: str,
     epilog: str | None = None,
 ) -> ArgumentParser:
-    """A subcommand's parser. `run` gets the parsed options and returns the exit status."""
+    """Adds a subcommand; returns its parser. `run` gets the options and returns the exit status."""
     parser: ArgumentParser = subcommands.add_parser(
         name,
         help=help_text,

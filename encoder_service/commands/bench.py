@@ -1,4 +1,4 @@
-"""`encoder-service bench`: the options of its five benchmarks; encoder_service/bench measures."""
+"""`encoder-service bench`: options of the five benchmarks in encoder_service/bench."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ from encoder_service.commands import (
 )
 from router.options import Policy
 
-# Torch and Ray are imported by the benchmark that needs them, when it runs.
+# Torch and Ray are imported by the benchmarks that need them, when they run.
 
 ALL = "all"
 ALONE = "alone"
 PLACES = (ALONE, "local")
 ENGINE_WIDTH, PREPROCESS_WIDTH, ANSWERS_WIDTH = 118, 112, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
-"""Characters that the tables need; a pipe has 80."""
+"""Widths that the tables need, in characters; a pipe has 80."""
 
 
 def add(subcommands: Any) -> None:
@@ -135,7 +135,7 @@ def add_serve(kinds: Any) -> None:
 
 
 def run_serve(options: argparse.Namespace, console: Console) -> int:
-    """1 if any request failed. Raises StartError for a configuration that cannot be served."""
+    """Returns 1 if any request failed. Raises StartError if the service cannot start."""
     from encoder_service.bench import serve
     from encoder_service.bench.load import Load
     from encoder_service.config import load
@@ -227,7 +227,7 @@ def add_engine(kinds: Any) -> None:
 
 
 def run_engine(options: argparse.Namespace, console: Console) -> int:
-    """1 if rows are wrong or a model of `all` failed. Raises ConfigError, CheckpointError."""
+    """Returns 1 for wrong rows or a failed model of `all`. Raises ConfigError, CheckpointError."""
     from actors.engine.device import open_device
     from encoder_service.bench import engine
 
@@ -325,7 +325,7 @@ def run_preprocess(options: argparse.Namespace, console: Console) -> int:
     actor = ActorOptions(
         model=ModelOptions(id=options.model, load_format="dummy"),
         encoder=EncoderOptions(device=options.device, num_gpus=int(options.device == "cuda")),
-        # Few graphs, for images only: the engine is not what is measured.
+        # Few graphs, and only for images, because the engine is not what is measured.
         graphs=GraphOptions(steps_per_doubling=1, max_frames_per_batch=0),
     )
     ways = [PreprocessOptions(threads=options.threads)]
@@ -430,8 +430,7 @@ def add_answers(kinds: Any) -> None:
 
 
 def run_answers(options: argparse.Namespace, console: Console) -> int:
-    """1 if any request failed. Raises ConfigError, and StartError for a server that does not
-    start."""
+    """Returns 1 if any request failed. Raises ConfigError, or StartError if vLLM does not start."""
     from encoder_service.bench import answers
 
     if not 0 <= options.repeated < 1:

@@ -1,8 +1,10 @@
-"""`encoder-service calibrate CONFIG IMAGES`: which layers run in FP8, by your own pictures.
+"""`encoder-service calibrate CONFIG IMAGES`: chooses the layers that run in FP8, by your own
+images.
 
-In plain torch and float32 each layer is quantised alone: how far are its own output and the final
-rows off? Then as many are as the limits allow, those first that save most time for their error in
-the rows. The rows are compared with what the service gives in `model.dtype`.
+First each layer is quantised alone, in plain torch and float32, to measure the error of its output
+and of the final rows. Then as many layers are quantised as the limits allow, those first that save
+most time for their error in the rows. The rows are compared with those that the service returns in
+`model.dtype`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ from encoder_service.config import encoders, load
 
 ROWS_ERROR = 5e-2
 ROWS_COSINE = 0.998
-"""What the rows of every image must keep to."""
+"""Limits for the rows of every image: maximum relative error, minimum cosine similarity."""
 
 
 def add(subcommands: Any) -> None:
@@ -75,7 +77,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
             raise InvalidMedia(f"{path}: {error}") from None
         cut, patches = patchifier.patchify(image)
         items.append(Item(cut, patches.numpy()))
-    options.out.open("a").close()  # to fail before hours of work
+    options.out.open("a").close()  # fails before hours of work
     calibration = Calibration(service.model, spec, device, items)
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))
@@ -90,7 +92,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 @dataclass(slots=True)
 class LayerError:
-    """Of one layer over all images, if it alone is in FP8."""
+    """Errors over all images if only this layer is in FP8."""
 
     operations: int = 0
     error: float = 0.0  # squares of the errors of its output
@@ -104,12 +106,12 @@ class LayerError:
 
     @property
     def price(self) -> float:
-        """Errors of layers add up in squares; time saved is as its operations."""
+        """Error per time saved: errors add up in squares, and time saved is as the operations."""
         return self.rows**2 / self.operations
 
 
 class Calibration:
-    """One tower on one device, in FP8 and as it is, on the same images."""
+    """One tower on one device, with and without FP8, on the same images."""
 
     def __init__(
         self, options: ModelOptions, spec: ModelSpec, device: Device, items: Sequence[Item]
@@ -126,7 +128,7 @@ class Calibration:
         """By layer, in the order in which they run."""
 
     def plan(self, bound: float) -> PrecisionPlan:
-        """With as many layers in FP8 as the limits allow. Raises ConfigError if that is none."""
+        """Puts as many layers in FP8 as the limits allow. Raises ConfigError if none can be."""
         within = [name for name, each in self.errors.items() if each.relative <= bound]
         within.sort(key=lambda name: self.errors[name].price)
         best: tuple[int, Deviation] | None = None
@@ -158,7 +160,7 @@ class Calibration:
         )
 
     def deviation(self, layers: Collection[str]) -> Deviation:
-        """Of the image that suffers most."""
+        """The largest error and the smallest cosine of all images with these layers in FP8."""
         pairs = list(zip(self.rows(layers), self.expected, strict=True))
         return Deviation(
             max(relative(rows, those) for rows, those in pairs),
@@ -166,7 +168,7 @@ class Calibration:
         )
 
     def rows(self, layers: Collection[str]) -> list[Tensor]:
-        """Of each image, with these layers in FP8 and all else in float32."""
+        """The rows of each image, with these layers in FP8 and all else in float32."""
 
         def compute(layer: Quantisable, x: Tensor) -> Tensor:
             return layer.in_fp8(x) if layer.name in layers else layer.plain(x)

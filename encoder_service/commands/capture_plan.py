@@ -1,4 +1,4 @@
-"""`encoder-service capture-plan`: token budgets (engine/ladder.py) from a histogram of traffic."""
+"""`encoder-service capture-plan`: plans token budgets (engine/ladder.py) for measured traffic."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     """Prints a table per path and the lines to paste. Raises StartError, TooLarge."""
     service = load(options.config)
     spec = read(service.model)
-    # Whatever graphs.mode is now, the answer is for `budget`.
+    # The budgets are planned for mode `budget`, whatever graphs.mode is now.
     room = model_capacity(service.graphs.model_copy(update={"mode": "budget"}), spec)
     try:
         if options.url:
@@ -103,7 +103,7 @@ async def status(url: str) -> Document:
 
 
 def histogram(path: Path) -> Counter[Size]:
-    """How often each size of image comes. Raises ConfigError, OSError."""
+    """How many images of each size there are. Raises ConfigError, OSError."""
     counts: Counter[Size] = Counter()
     for line in filter(str.strip, path.read_text().splitlines()):
         found = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)(?:[\s,]+(\d+))?\s*", line)

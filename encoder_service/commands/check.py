@@ -66,7 +66,7 @@ RESTARTING = {
 """Options in `deployments` whose change restarts the replicas of that deployment."""
 
 NOUN = {"Encoder": "encoder"}
-"""What we call a replica of a deployment, if not by its name."""
+"""What a replica of a deployment is called, if not by the deployment's name."""
 
 LIMITED: dict[str, set[Kind]] = {
     "max_pixels": {"image", "video"},
@@ -77,7 +77,7 @@ LIMITED: dict[str, set[Kind]] = {
     "max_video_tokens": {"video"},
     "max_audio_seconds": {"audio"},
 }
-"""Limits of items of some kinds only."""
+"""Limits that apply only to items of some kinds."""
 
 SIDES = range(1, 5)
 """Numerators and denominators of the aspect ratios tried to find the image with most tokens."""
@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 
 def described(document: dict[str, Any], path: Path) -> tuple[list[Table], list[str]]:
-    """Of each application of ours what would be served, and warnings. Raises StartError."""
+    """Returns tables of what our applications would serve, and warnings. Raises StartError."""
     tables, warnings = list[Table](), list[str]()
     check_serve(document, str(path))
     services = load_all(path)
@@ -144,8 +144,8 @@ def described(document: dict[str, Any], path: Path) -> tuple[list[Table], list[s
 
 
 def exposed() -> Iterator[str]:
-    """What lets other users run code in a cluster that is started from here."""
-    # Unset: a cluster that `serve run` starts itself gets a token.
+    """Warns about settings that let other users run code in a cluster started from here."""
+    # If it is unset, a cluster that `serve run` starts itself gets a token.
     if os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
         yield OPEN_CLUSTER
     token = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
@@ -160,8 +160,8 @@ def exposed() -> Iterator[str]:
 def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What changing a Serve configuration does: pairs of kind and effect; none if nothing changes.
 
-    From the documents alone, as Ray 2.60 compares them (`get_app_code_version` and
-    `DeploymentVersion`): `args` as written, so that writing a default out counts as a change.
+    Compares only the documents, as Ray 2.60 does (`get_app_code_version` and `DeploymentVersion`).
+    `args` are compared as written, so that spelling out a default counts as a change.
     """
     found = []
     for key in differences(old, new):
@@ -181,7 +181,7 @@ def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
 
 
 def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The same, of one application."""
+    """The same for one application."""
     there, restarted = encoders(old), set()
     were, are = deployed(old), deployed(new)
     for name in are - were:
@@ -227,12 +227,12 @@ def section(parent: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
 
 
 def named(parent: Mapping[str, Any], key: str) -> dict[str, Mapping[str, Any]]:
-    """The elements of a list by their names."""
+    """The elements of a list by name."""
     return {str(one.get("name")): one for one in parent.get(key) or [] if isinstance(one, Mapping)}
 
 
 def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
-    """What Serve makes the version of all deployments of an application of."""
+    """What Serve derives the version of all deployments of an application from."""
     found: dict[str, Any] = {key: application.get(key) for key in VERSIONED}
     deployments = application.get("deployments") or []
     for key in ("autoscaling_config", "request_router_config", "deployment_actors"):
@@ -244,7 +244,7 @@ def versioned(application: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """The keys whose values differ as JSON (1 and 1.0 do), the most deeply nested, with dots."""
+    """The keys whose values differ as JSON (1 and 1.0 do): the innermost ones, as dotted paths."""
     found = []
     for key in sorted(old.keys() | new.keys()):
         was, now = old.get(key), new.get(key)
@@ -266,8 +266,8 @@ written = partial(json.dumps, sort_keys=True, default=str)
 
 
 def encoders(application: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
-    """The least and the largest number of each deployment of encoders. OLD may be of a release that
-    `parse` does not know."""
+    """The minimum and maximum number of replicas of each deployment of encoders. Does not use
+    `parse`, which may reject an OLD of another release."""
     encoder = section(application, "args", "encoder")
     pools: dict[str, Mapping[str, Any]] = {
         POOL + name: {**encoder, **one} for name, one in named(encoder, "pools").items()
@@ -284,7 +284,7 @@ def encoders(application: Mapping[str, Any]) -> dict[str, tuple[int, int]]:
 
 
 def deployed(application: Mapping[str, Any]) -> set[str]:
-    """Deployments that an application need not have."""
+    """An application's deployments of encoders, and that of its language model."""
     chat = {"Chat"} if section(application, "args", "llm") else set()
     return encoders(application).keys() | chat
 
@@ -297,8 +297,8 @@ def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Warnings: packages not installed here, which may not be a node of the cluster; options
-    without effect; settings that a checkpoint lacks."""
+    """Warns about packages that are not installed here, although this need not be a node of the
+    cluster; options without effect; and settings that a checkpoint lacks."""
     folder = Path(service.model.id)
     if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         yield (
@@ -325,7 +325,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
 
 
 def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[str]:
-    """Paths that have graphs, but none large enough for the largest images, or for a window."""
+    """Warns about paths whose graphs are too small for the largest images or an audio window."""
     pixels = service.limits.max_pixels
     sizes = [
         Size(*(max(1, math.isqrt(pixels * a // b)) for a, b in ((across, down), (down, across))))
@@ -419,7 +419,7 @@ def ports(document: dict[str, Any], ingress: IngressOptions, path: str) -> str:
 
 
 def each(encoder: EncoderOptions) -> str:
-    """What a replica takes."""
+    """The resources of a replica."""
     said = f"{encoder.num_gpus:g} GPU, {encoder.num_cpus:g} CPU each, on {encoder.device}"
     if encoder.accelerator_type:
         said += f" {encoder.accelerator_type}"
@@ -448,7 +448,7 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
 
 
 def check_schema(document: dict[str, Any], path: str) -> None:
-    """Raises ConfigError where Ray would refuse the document."""
+    """Raises ConfigError if Ray would reject the document."""
     from ray.serve.schema import ServeDeploySchema
 
     check_keys(document, ServeDeploySchema, path)
@@ -457,14 +457,14 @@ def check_schema(document: dict[str, Any], path: str) -> None:
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(problems)}") from None
-    except (AttributeError, TypeError) as error:  # of Ray's own validators
+    except (AttributeError, TypeError) as error:  # from Ray's own validators
         raise ConfigError(f"{path}: this is no Serve configuration: {error}") from None
 
 
 def check_serve(document: dict[str, Any], path: str) -> None:
-    """Checks the part that Serve reads itself: keys, types, that our names can be imported.
+    """Checks what Serve reads itself: keys, types, and that our names can be imported.
 
-    Serve ignores keys that it does not know. Raises ConfigError.
+    Serve ignores unknown keys. Raises ConfigError.
     """
     # Ray takes seconds to import.
     from ray.serve.schema import (

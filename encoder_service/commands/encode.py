@@ -1,4 +1,4 @@
-"""`encoder-service encode PATH...`: sends files to a running service, writes embeddings."""
+"""`encoder-service encode PATH...`: sends files to a running service and writes the embeddings."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PROCESSOR = {
     "fps": "frames to take per second of a video",
     "num_frames": "frames to take of a video, instead of --fps",
 }
-"""For items whose kind takes them; the service refuses what its model does not take."""
+"""Apply to items whose kind takes them. The service rejects those that its model does not take."""
 RETRIES = 100
-"""Of retryable errors; --timeout ends them earlier."""
+"""Maximum retries after retryable errors; --timeout may end them earlier."""
 
 
 def add(subcommands: Any) -> None:
@@ -77,7 +77,7 @@ def add(subcommands: Any) -> None:
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
-    """1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
+    """Returns 1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
     for path in options.paths:  # before anything is sent
         if not path.startswith("https://") and not Path(path).exists():
             url = "://" in path
@@ -89,7 +89,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 async def write(options: argparse.Namespace, console: Console) -> int:
     """Writes shards and a manifest to --out.
 
-    0: done; 1: an item failed, in this run or an earlier one; 128 + signal: interrupted.
+    Returns 0 if done, 1 if an item failed in this run or an earlier one, 128 + signal if
+    interrupted.
     """
     token = os.environ.get("ENCODER_SERVICE_TOKEN")
     try:
@@ -107,7 +108,7 @@ async def write(options: argparse.Namespace, console: Console) -> int:
     signals: list[signal.Signals] = []
 
     def interrupted(number: signal.Signals) -> None:
-        if not signals:  # a second one would not let it write what is finished
+        if not signals:  # a second one would interrupt writing what is finished
             work.cancel()
         signals.append(number)
 

@@ -1,4 +1,4 @@
-"""`encoder-service proxy`: an OpenAI API in front of vLLM that replaces images by embeddings."""
+"""`encoder-service proxy`: serves OpenAI's API, and passes embeddings instead of images to vLLM."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         raise ConfigError(f"--upstream: {options.upstream!r} is not http:// or https://")
     try:
         auth = AuthOptions(token_sha256=tuple(options.token_sha256))
-    except ValidationError:  # its message would repeat what may be the token itself
+    except ValidationError:  # pydantic's message would repeat what may be the token itself
         raise ConfigError(
             "--token-sha256 is not the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
         ) from None

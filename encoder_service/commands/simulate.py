@@ -1,4 +1,4 @@
-"""`encoder-service simulate`: the balancing policies over simulated fleets of any size."""
+"""`encoder-service simulate`: compares the balancing policies on simulated fleets of any size."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from router.simulate import H200_8B, Known, Simulation, burst, steady
 
 SEED = 1
 BURST_REQUESTS = 4
-"""Per replica, all at once."""
+"""Requests per replica, all sent at once."""
 COLUMNS = {
     "p50_ms": ("p50 ms", "{:.1f}"),
     "p99_ms": ("p99 ms", "{:.1f}"),
@@ -36,8 +36,9 @@ COLUMNS = {
     "makespan_ms": ("burst ms", "{:.0f}"),
     "makespan_ratio": ("of best", "{:.2f}"),
 }
-"""imbalance: seconds of work of the busiest replica over the mean; makespan: of a burst on an idle
-fleet; its ratio is to the work over the speed of all replicas, and 1 is the optimum."""
+"""imbalance: seconds of work of the busiest replica over the mean. makespan: how long an idle fleet
+takes for a burst. makespan_ratio: that over the time at which all replicas would finish together; 1
+is the optimum."""
 ROWS: dict[str, tuple[Policy, Known]] = {
     **{policy: (policy, "seconds") for policy in POLICIES},
     "by patches": ("largest_first", "patches"),

@@ -1,8 +1,8 @@
 """A proxy for a vLLM server that replaces the images of chat requests by their embeddings.
 
-Everything else passes unchanged. Clients speak OpenAI's API, and their key goes on to vLLM; if the
-proxy has keys of its own, it checks a request's key before anything is encoded. vLLM can then run
-without its vision tower (docs/engines.md).
+Everything else passes unchanged. Clients use OpenAI's API, and their key is forwarded to vLLM. If
+the proxy has keys of its own, it checks a request's key before anything is encoded. vLLM can then
+run without its vision tower (docs/engines.md).
 
 Images in data URLs are decoded here. https URLs go to the encoder service, which decides what it
 fetches. Other URLs are rejected, and so are embeddings that a client made itself.
@@ -47,9 +47,9 @@ HOP_BY_HOP = frozenset(
 )  # fmt: skip
 """Headers of a single connection (RFC 9110 section 7.6.1), and those that httpx sets itself."""
 READY_MADE = ("image_pil", "kwargs_data")
-"""Keys besides ..._embeds that hold tensors; kwargs_data is one of /inference/v1/generate."""
+"""Keys besides ..._embeds that hold tensors. kwargs_data belongs to /inference/v1/generate."""
 UPSTREAM_TIMEOUT_SECONDS = 600
-"""Longest wait between two pieces of an answer."""
+"""Maximum time between two pieces of a response."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ChatImage:
 
 
 class Relayed(StreamingResponse):
-    """vLLM's answer, streamed. The connection is closed even if the client hangs up first."""
+    """vLLM's response, streamed. The connection is closed even if the client hangs up first."""
 
     def __init__(self, answer: httpx.Response) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
@@ -91,8 +91,9 @@ class Proxy:
     ) -> None:
         """`upstream`: URL of the vLLM server, without /v1.
 
-        limits.timeout_seconds is for receiving a body, and again for its embeddings. `auth`: keys
-        of clients; their header goes on to vLLM all the same. Empty: no key is needed.
+        limits.timeout_seconds applies to receiving a body, and again to encoding its images.
+        `auth`: keys of clients, empty if none is needed. The clients' header is forwarded to vLLM
+        in any case.
         """
         self.upstream = upstream
         self.limits = limits
@@ -153,7 +154,7 @@ class Proxy:
         return await asyncio.to_thread(written)
 
     async def send(self, request: Request, body: bytes) -> httpx.Response:
-        """vLLM's response, its body not read yet. Raises Unavailable, DeadlineExceeded."""
+        """Returns vLLM's response before its body is read. Raises Unavailable, DeadlineExceeded."""
         named = request.headers.get("connection", "").lower().split(",")
         dropped = HOP_BY_HOP.union(map(str.strip, named))
         headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in dropped]
@@ -170,7 +171,7 @@ class Proxy:
             raise Unavailable(f"{self.upstream} cannot be reached: {error!r}") from None
 
     def target(self, request: Request) -> httpx.URL:
-        """The same path and query on the vLLM server, quoted as they came."""
+        """The same path and query on the vLLM server, with their original quoting."""
         path: bytes = request.scope.get("raw_path") or request.url.path.encode()
         query: bytes = request.scope["query_string"]
         base = self.client.base_url
@@ -211,7 +212,7 @@ def images_of(request: Json) -> list[ChatImage]:
 
 
 def asked_of(request: Json) -> ProcessorOptions:
-    """How `mm_processor_kwargs` size images: vLLM itself does not resize embeddings."""
+    """The sizes in `mm_processor_kwargs`. Applied here, because vLLM does not resize embeddings."""
     kwargs = request.get("mm_processor_kwargs")
     given = kwargs if isinstance(kwargs, dict) else {}
     sized = ("min_pixels", "max_pixels", "max_patches")
@@ -219,12 +220,12 @@ def asked_of(request: Json) -> ProcessorOptions:
 
 
 def kinds_of(part: Json) -> set[Any]:
-    """What vLLM may take a part for: its type, or any key if it has no type or has a uuid."""
+    """What vLLM may take a part for: its type, or a key of it, as without a type or with a uuid."""
     return {part.get("type") if isinstance(part.get("type"), str) else None} | part.keys()
 
 
 def refuse_ready_made(request: Any) -> None:
-    """Raises InvalidRequest if the request holds embeddings: vLLM may crash on wrong ones."""
+    """Raises InvalidRequest if the request has embeddings, because vLLM may crash on wrong ones."""
     left = [("", request)]
     while left:
         where, one = left.pop()

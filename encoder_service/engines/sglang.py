@@ -24,9 +24,10 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
     """All images, or all videos, of one request, in the order of the prompt. Needs torch.
 
     "precomputed_embeddings": [tokens, width] on the CPU, the items' rows one after the other;
-    "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches; "hash": 64 bits that name
-    them, without which SGLang hashes all rows; for videos of Qwen2.5-VL "second_per_grid_ts":
-    [items] float32. Raises ValueError for embeddings that do not belong together.
+    "image_grid_thw" or "video_grid_thw": [items, 3] int64, in patches; "hash": 64 bits that
+    identify them, so that SGLang need not hash all rows; for videos of Qwen2.5-VL
+    "second_per_grid_ts": [items] float32. Raises ValueError for embeddings that do not belong
+    together.
     """
     first = embeddings[0] if embeddings else None
     if first is None:
@@ -62,7 +63,7 @@ def processor_output(embeddings: Sequence[Embedding]) -> dict[str, Any]:
 
 
 def name_of(embeddings: Sequence[Embedding]) -> int:
-    """The same for the same rows: of the files, and of what else rows depend on."""
+    """A hash that is equal for equal rows: of the files and of whatever else the rows depend on."""
     key = [
         (e.digest, e.model, e.dtype, e.grid_thw, e.shape, e.timestamps, e.frame_tokens)
         for e in embeddings
@@ -71,9 +72,9 @@ def name_of(embeddings: Sequence[Embedding]) -> int:
 
 
 def expanded(input_ids: Sequence[int], images: Sequence[Embedding], placeholder: int) -> list[int]:
-    """A prompt with one placeholder per row of each image, from one with a placeholder per image.
+    """Expands a prompt with one placeholder per image to one placeholder per row of each image.
 
-    For Engine.generate(input_ids=...). In a text prompt SGLang pairs placeholders with dicts, and
+    For Engine.generate(input_ids=...): in a text prompt, SGLang pairs placeholders with dicts and
     warns. Raises ValueError unless there are as many images as placeholders.
     """
     if input_ids.count(placeholder) != len(images):

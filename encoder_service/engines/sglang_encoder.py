@@ -6,7 +6,7 @@
 Follows SGLang 0.5.23 (disaggregation/encoder) with its ZMQ transfer backends. SGLang posts images
 or videos to /encode. Their rows go to a ZMQ socket of the SGLang server as two frames: a pickled
 header, then the rows. /encode names the socket, or each rank of SGLang's scheduler names its own
-with /scheduler_receive_url. Headers are written, opcode by opcode, and never read.
+with /scheduler_receive_url. Pickles are written, opcode by opcode, but never read.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ MODALITIES = {"IMAGE": 1, "VIDEO": 2}
 RECEIVER = "sglang.srt.disaggregation.encoder.receiver"
 MODALITY = "sglang.srt.managers.schedule_batch"
 MOST_WAITING = 4096
-"""Requests whose sockets are known and whose images are not, or the other way round."""
+"""Maximum requests whose sockets are known but whose images are not, or vice versa."""
 MOST_RANKS = 1024
 MOST_VALUES = 2**16
-"""In a body, as wire/formats.py counts."""
+"""Maximum number of values in a body, as wire/formats.py counts them."""
 MOST_SOCKETS = 256
-"""That rows are sent to at a time; others wait. ZMQ takes a few open files for each."""
+"""Maximum sockets that rows are sent to at a time; others wait. Each takes ZMQ a few open files."""
 LINGER_MS = 1000
-"""How long a closed socket may go on sending what its kernel buffer did not take yet."""
+"""How long a closed socket may go on sending what its kernel buffer has not taken yet."""
 POLL_SECONDS = 0.001
 
 
@@ -98,7 +98,7 @@ class EncodeRequest(BaseModel):
     modality: Literal["IMAGE", "VIDEO"]
     mm_items: list[Annotated[MediaItem, BeforeValidator(as_item)]] = Field(min_length=1)
     num_parts: int = Field(gt=0)
-    """Of the whole request, which SGLang spreads over its encoder URLs."""
+    """Number of parts of the whole request, which SGLang spreads over its encoder URLs."""
     part_idx: int = Field(ge=0)
     prefill_host: str = ""
     embedding_port: int | None = None
@@ -118,7 +118,7 @@ class ReceiveRequest(BaseModel):
 
 @dataclass
 class Receivers:
-    """The sockets that get the rows of one request."""
+    """The sockets that receive the rows of one request."""
 
     endpoints: set[str] = field(default_factory=set)
     complete: asyncio.Event = field(default_factory=asyncio.Event)
@@ -130,7 +130,7 @@ class SglangEncoder:
     def __init__(
         self, encoder: AsyncClient, limits: LimitOptions, networks: Sequence[Network] = PRIVATE
     ) -> None:
-        """limits.timeout_seconds is for receiving a body, and again for naming sockets and for
+        """limits.timeout_seconds applies to receiving a body, and again to naming sockets and to
         sending the rows. `networks`: rows go only to addresses in these."""
         self.encoder = encoder
         self.limits = limits
@@ -143,7 +143,7 @@ class SglangEncoder:
         self.sockets = asyncio.Semaphore(MOST_SOCKETS)
 
     async def encode(self, request: Request) -> Response:
-        """Answers after the rows were sent, or with an error, which SGLang gives to its client."""
+        """Responds after the rows were sent, or with an error, which SGLang's client gets."""
         try:
             with self.buffered.hold() as take:
                 body = await read_body(request, self.limits, take)
@@ -167,7 +167,7 @@ class SglangEncoder:
         return JSONResponse(None)
 
     async def receive_url(self, request: Request) -> Response:
-        """A rank's socket for the rows of a request, before or after /encode."""
+        """Records a rank's socket for the rows of a request, before or after /encode."""
         try:
             with self.buffered.hold() as take:
                 body = await read_body(request, self.limits, take)
@@ -195,7 +195,8 @@ class SglangEncoder:
         return receivers
 
     def waiting(self, req_id: str) -> Receivers:
-        """Of this request, known or new. One without an /encode is forgotten after a while."""
+        """The receivers of a request, known or new. They are forgotten in a while without an
+        /encode."""
         receivers = self.receivers.get(req_id)
         if receivers is None:
             if len(self.receivers) >= MOST_WAITING:
@@ -315,7 +316,7 @@ def items_of(call: EncodeRequest) -> list[RequestItem]:
 
 
 def frames(call: EncodeRequest, embeddings: Sequence[Embedding]) -> Message:
-    """The header, and the rows of all items, one after the other. Raises EncodeFailed."""
+    """The header, then the rows of all items, one after the other. Raises EncodeFailed."""
     dtype, width = embeddings[0].dtype, embeddings[0].shape[1]
     if any(one.shape != (one.tokens, width) for one in embeddings):
         shapes = [one.shape for one in embeddings]
@@ -339,16 +340,17 @@ def frames(call: EncodeRequest, embeddings: Sequence[Embedding]) -> Message:
     }
     if call.modality == "VIDEO" and embeddings[0].family == "qwen2_5_vl":
         attributes["second_per_grid_ts"] = [one.second_per_grid_ts for one in embeddings]
-    elif call.modality == "VIDEO":  # with the other one, SGLang's positions of Qwen3-VL fail
+    elif call.modality == "VIDEO":  # with second_per_grid_ts, SGLang's positions fail
         attributes["video_timestamps"] = [list(one.timestamps) for one in embeddings]
     rows = embeddings[0].data if len(embeddings) == 1 else b"".join(one.data for one in embeddings)
     return [header(attributes, call.modality, dtype), rows]
 
 
 def header(attributes: dict[str, Any], modality: str, dtype: str) -> bytes:
-    """Pickle of SGLang's EmbeddingData with plain attributes, its modality and its torch dtype.
+    """Pickles SGLang's EmbeddingData with plain attributes, its modality and its torch dtype.
 
-    Written by its opcodes (Python's pickletools), because pickle would import SGLang's classes.
+    Written opcode by opcode (see Python's pickletools), because pickle would import SGLang's
+    classes.
     """
     return b"".join(
         (

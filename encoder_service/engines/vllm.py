@@ -1,7 +1,7 @@
 """Embeddings as content parts of a chat request to vLLM (--enable-mm-embeds).
 
-Follows vLLM 0.33: vllm/renderers/chat_utils and the models' data parsers. vLLM does not check rows
-and widths of the Qwen families, and may crash on wrong ones, so they are checked here.
+Follows vLLM 0.33: vllm/renderers/chat_utils and the models' data parsers. For the Qwen families,
+vLLM checks neither row counts nor widths and may crash on wrong ones, so they are checked here.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ if TYPE_CHECKING:
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""
 ROWS = ("internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "lighton_ocr")
-"""Families for whose images vLLM takes the rows alone."""
+"""Families whose images vLLM takes as rows alone."""
 TIMED = ("qwen3_vl", "qwen3_5")
 """Families whose prompts contain the time of each temporal group of a video."""
 PRUNED = ("qwen2_5_vl", "qwen3_vl")
-"""Families of whose videos vLLM drops rows itself, with --video-pruning-rate."""
+"""Families whose videos vLLM can prune itself (--video-pruning-rate)."""
 PATCHES_PER_TOKEN = 4
-"""In every family of GRIDS: merge_size 2, squared."""
+"""The square of merge_size, which is 2 in every family of GRIDS."""
 
 
 def content_part(embedding: Embedding) -> dict[str, Any]:
-    """{"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
+    """Returns {"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
 
-    Tensors are base64 of torch.save: rows [tokens, width] as of Embedding.torch, the grid [3]
-    int64 in patches, the times [grid t] float64 in seconds from the start of a video, or [] float64
-    from one group to the next. A reference has its id, without the part that releases it, as "uuid"
-    instead of rows. Raises ValueError for an embedding that vLLM cannot take.
+    Tensors are base64 of torch.save: the rows [tokens, width] as from Embedding.torch; the grid
+    [3], int64, in patches; and for videos of some families the time of each group, [grid t] float64
+    in seconds from the start, or the time from one group to the next, [] float64. A reference has
+    no rows: its id, without the part that releases it, is the "uuid". Raises ValueError for an
+    embedding that vLLM cannot take.
     """
     check(embedding)
     import torch
@@ -49,18 +50,19 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
         seconds = torch.tensor(embedding.second_per_grid_ts, dtype=torch.float64)
         content["second_per_grid_ts"] = saved(seconds)
     if embedding.reference:
-        content_id = ".".join(embedding.reference.split(".")[:2])  # the same for the same image
+        content_id = ".".join(embedding.reference.split(".")[:2])  # equal for equal images
         return {"type": name, name: content, "uuid": content_id}
     rows = all_rows(embedding) if embedding.kept_rows else embedding.torch()
     return {"type": name, name: {name: saved(rows)} | content}
 
 
 def all_rows(embedding: Embedding) -> torch.Tensor:
-    """As many rows as the grid has, of which vLLM's own pruning keeps those of a pruned embedding.
+    """Expands a pruned embedding to all rows of its grid, so that vLLM prunes it to the same rows.
 
-    vLLM derives the positions of a video's rows from what it drops itself, so it must drop the same
-    ones. It drops those most similar to the row at the same place in the group before: each dropped
-    row is that row once more. Raises ValueError if vLLM would still choose others.
+    vLLM derives the positions of a video's rows from its own pruning, so it must drop the same
+    ones. It drops the rows most similar to the row at the same place in the previous group, so each
+    dropped row is replaced by a copy of the last kept row at its place. Raises ValueError if vLLM
+    would still drop others.
     """
     import torch
 
@@ -71,7 +73,7 @@ def all_rows(embedding: Embedding) -> torch.Tensor:
     places = kept.cumsum(0).sub(1).view(groups, -1)
     latest = torch.where(kept.view(groups, -1), torch.arange(groups)[:, None], 0).cummax(0).values
     rows = embedding.torch()[places.gather(0, latest).flatten()]
-    for dtype in {rows.dtype, torch.bfloat16}:  # vLLM converts them to its model's
+    for dtype in {rows.dtype, torch.bfloat16}:  # vLLM converts rows to its model's dtype
         grid = rows.to(dtype).view(groups, -1, rows.shape[1])
         unlike = 1 - torch.nn.functional.cosine_similarity(grid[1:], grid[:-1], dim=-1)
         unlike = torch.cat([torch.full_like(unlike[:1], 255), unlike]).flatten()

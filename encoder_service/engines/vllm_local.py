@@ -5,10 +5,10 @@
         "ec_connector_module_path": "encoder_service.engines.vllm_connector",
         "ec_connector_extra_config": {"place": "local"}}'
 
-vLLM preprocesses images as always. The scheduler's half gives an image's pixels to the engine and
-lets its request wait; the worker's half puts the rows, which never leave the device, into vLLM's
-encoder cache. Images are encoded in slices between the steps of the language model: see
-actors/engine/slices.py. What the engine cannot encode, vLLM's own tower encodes.
+vLLM preprocesses images as usual. The scheduler's half passes an image's pixels to the engine and
+makes its request wait. The worker's half puts the rows, which never leave the device, into vLLM's
+encoder cache. Images are encoded in slices between the steps of the language model
+(actors/engine/slices.py). vLLM's own tower encodes what the engine cannot.
 """
 
 from __future__ import annotations
@@ -52,22 +52,22 @@ TOWERS = {
     "qwen3_vl": ("qwen3_vl", "Qwen3_VisionTransformer"),
     "qwen3_5": ("qwen3_vl", "Qwen3_VisionTransformer"),
 }
-"""Module and class of vLLM's towers, by our families whose patches are the same in vLLM."""
+"""Module and class of vLLM's tower for each family whose patches are the same in vLLM."""
 RAW_PIXELS = {"do_rescale": False, "do_normalize": False}
-"""--mm-processor-kwargs: patches are bytes, which are normalised on the device."""
+"""--mm-processor-kwargs with which patches stay bytes, which are normalised on the device."""
 LEFT = "vLLM encodes an item itself (vllm:encoder_service_left_total counts them): %s"
 KEYS = {
     "image": ("pixel_values", "image_grid_thw"),
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
-"""By modality, under which names vLLM keeps an item's patches and its grid."""
+"""vLLM's names for an item's patches and its grid, by modality."""
 SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
 TOKENS_PER_SHARE = 2048
-"""For how many slices a step waits. One that only decodes is short, so it can wait for several and
-still be shorter than one that reads a prompt. Longer ones wait in proportion to their length."""
+"""How many slices a step waits for. A step that only decodes is short, so it can wait for several
+and still be shorter than a prefill. Longer steps wait in proportion to their length."""
 ITEMS_PER_SHARE, MOST_SHARES = 2, 4
-"""Steps wait longer while many items do, up to so many times: their requests then decode together,
-in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
+"""Steps wait up to MOST_SHARES times as long while many items do. The items' requests then decode
+together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
 
 
 class LocalOptions(Options):
@@ -75,19 +75,19 @@ class LocalOptions(Options):
 
     place: str = "local"
     chunk_ms: float = Field(5, gt=0)
-    """Of a slice. A step of the language model waits for `share_of` of them."""
+    """Length of a slice. A step of the language model waits for `share_of` slices."""
     ahead_bytes: int = Field(2**30, gt=0)
-    """Rows on the device that are encoded before their requests are scheduled."""
+    """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
     graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
-    """Fewer budgets than the service has, as vLLM takes long enough to start."""
+    """Fewer budgets than in the service, because vLLM already takes long to start."""
 
 
 @dataclass
 class LoadedRows(ECConnectorMetadata):  # type: ignore[misc]  # types are checked without vLLM
-    """For the worker's half, which is in the same process: [tokens, width] under each id."""
+    """Passed to the worker's half, in the same process: rows [tokens, width] by id."""
 
     rows: dict[str, Tensor]
-    tokens: int  # of the step. 0: the language model does not run
+    tokens: int  # in the step. 0: the language model does not run
 
 
 @dataclass(eq=False)
@@ -112,19 +112,19 @@ class LocalItem:
 
 
 class LocalEncoder:
-    """The engine, and the items that vLLM's waiting requests need, oldest first. Its methods are
-    called from vLLM's thread."""
+    """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
+    `submit` are called from vLLM's thread."""
 
     def __init__(self, engine: Engine, ahead_bytes: int) -> None:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
         self.items: dict[str, LocalItem] = {}
-        self.ready: set[str] = set()  # requests whose items are here, some of them in `items`
+        self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
         self.encoded = 0
-        self.left: dict[str, set[str]] = {}  # to vLLM's tower: items of unfinished requests
+        self.left: dict[str, set[str]] = {}  # items left to vLLM's tower, by request
         self.warned = False
         self.stats = LoadStats()
         self.threads = ThreadPoolExecutor(1, "patches")
@@ -137,7 +137,7 @@ class LocalEncoder:
         log.info("the engine encoded %d items", self.encoded)
 
     def need(self, request: Any, index: int) -> bool:
-        """Whether an item is here, or is left to vLLM. Otherwise it will be encoded."""
+        """Whether an item is encoded or left to vLLM. Otherwise it will be encoded."""
         feature = request.mm_features[index]
         name = feature.identifier
         if name in self.cached or name in self.loading:
@@ -157,7 +157,7 @@ class LocalEncoder:
         return item.done
 
     def leave(self, name: str, request_id: str) -> None:
-        """To vLLM's tower. vLLM asks again until the request is scheduled."""
+        """Leaves an item to vLLM's tower. Counts it once, because vLLM asks again and again."""
         names = self.left.setdefault(request_id, set())
         if name not in names:
             names.add(name)
@@ -166,14 +166,14 @@ class LocalEncoder:
             self.warned = True
 
     def accepted(self, request: Any, index: int) -> LocalItem | None:
-        """The item, if the engine can encode it; otherwise vLLM does."""
+        """Returns the item if the engine can encode it. None: vLLM encodes it."""
         feature = request.mm_features[index]
-        # With an adapter for the tower the item has another name than its pixels.
+        # With an adapter for the tower, the item's name differs from that of its pixels.
         adapted = getattr(feature, "mm_hash", None) not in (None, feature.identifier)
         if feature.data is None or feature.modality not in self.spec.kinds or adapted:
             return None
         pixels, grid = (feature.data.get(key) for key in KEYS[feature.modality])
-        if pixels is None or grid is None:  # it brings its own rows
+        if pixels is None or grid is None:  # it has its own rows
             return None
         assert isinstance(self.spec.sizing, BlockSizing)
         rows, columns = grid.data.tolist()[-2:]
@@ -189,7 +189,7 @@ class LocalEncoder:
 
     def start(self) -> None:
         """Gives waiting items to the engine, oldest first, as far as there is room for their rows.
-        If nothing else can make progress, the oldest one is started all the same."""
+        If nothing else can make progress, the oldest one is started regardless."""
         held = [item for item in self.items.values() if item.rows]
         used = sum(item.size_bytes for item in held)
         stuck = not self.ready and all(item.done for item in held)
@@ -204,7 +204,7 @@ class LocalEncoder:
             used += item.size_bytes
 
     def submit(self, item: LocalItem, rows: Future[Tensor]) -> None:
-        """Called from `threads`."""
+        """Runs in `threads`."""
         if rows.cancelled():
             return
         try:
@@ -222,7 +222,7 @@ class LocalEncoder:
             item.answer.cancel()
 
     def drop(self, name: str, request_id: str) -> None:
-        """Forgets an item with the last request that needs it."""
+        """Forgets an item once no other request needs it."""
         item = self.items.get(name)
         if item is None:
             return
@@ -251,8 +251,8 @@ def failed(rows: Future[Tensor], error: BaseException) -> None:
 
 
 def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor, Tensor | None]:
-    """`Item.patches` and `Item.later`, from vLLM's patches, in which the frames of a temporal group
-    follow one another within each channel."""
+    """Converts vLLM's patches to `Item.patches` and `Item.later`. In vLLM's, the frames of a
+    temporal group follow one another within each channel."""
     size = spec.sizing.patch_size**2
     channels = pixels.view(len(pixels), 3, -1, size)
     first = in_order(bytes_of(channels[:, :, 0], spec), plan, spec)
@@ -262,8 +262,8 @@ def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor,
 
 
 def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
-    """uint8 [patches, 3 x pixels], from [patches, 3, pixels] that may be normalised. Exact, but for
-    bfloat16 above 2, where it may be the next byte."""
+    """Converts [patches, 3, pixels], which may be normalised, to uint8 [patches, 3 x pixels]. Exact
+    except for bfloat16 values above 2, which may become the next byte."""
     if patches.dtype != torch.uint8:
         mean, std = torch.tensor([spec.mean, spec.std], device=patches.device)[..., None]
         patches = ((patches.float() * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
@@ -271,7 +271,7 @@ def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
 
 
 def in_order(patches: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
-    """Window by window, as our patchifier has them, where the tower has windows."""
+    """Orders patches by window, as our patchifier does, if the tower has windows."""
     if not isinstance(spec.sizing, WindowedSizing):
         return patches
     order = torch.from_numpy(spec.sizing.order(*plan.grid_thw[1:])[0]).to(patches.device)
@@ -280,12 +280,12 @@ def in_order(patches: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
 
 
 class LocalConnector(ECConnectorBase):  # type: ignore[misc]
-    """Both halves of the connector. vLLM makes the worker's first, which makes the encoder."""
+    """Both halves of the connector. vLLM creates the worker's first, which creates the encoder."""
 
     encoder: ClassVar[LocalEncoder | None] = None
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
-        """Raises ValueError for settings that cannot work, StartError."""
+        """Raises ValueError for settings that cannot work, and StartError."""
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
@@ -304,7 +304,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     # In the scheduler
 
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
-        """Whether all items that a request still needs are here or are left to vLLM."""
+        """Whether all items that a request still needs are encoded, or left to vLLM."""
         encoder = the(self.encoder)
         needed = still_needed(request, num_computed_tokens)
         here = True
@@ -362,7 +362,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     # In the worker
 
     def start_load_caches(self, encoder_cache: dict[str, Tensor], **kwargs: Any) -> None:
-        """Before every step: its rows, then slices of the images that wait."""
+        """Called before every step. Loads its rows, then launches slices of the waiting images."""
         encoder = the(self.encoder)
         encoder.cached = encoder_cache
         metadata = self._get_connector_metadata()
@@ -378,7 +378,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             pace.step(share_of(metadata.tokens, waiting))
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
-        """Does nothing: vLLM's own cache keeps what vLLM has encoded."""
+        """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""
 
 
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
@@ -387,7 +387,7 @@ def the(encoder: LocalEncoder | None) -> LocalEncoder:
 
 
 def share_of(tokens: int, waiting: int) -> int:
-    """For how many slices a step of so many tokens waits, while so many items do."""
+    """Slices that a step of so many tokens waits for, while so many items are waiting."""
     share = max(1, tokens // TOKENS_PER_SHARE)
     if tokens < SHORT_STEP_TOKENS:
         share = SHORT_STEP_SHARE
@@ -442,7 +442,7 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
     engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
     log.info("the vision encoder runs in this process, in slices of %g ms", options.chunk_ms)
     if kind != "cpu":
-        # vLLM measures the memory that it may use after this, as if another process had taken ours.
+        # vLLM measures free memory after this, and counts ours as if another process had taken it.
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
@@ -450,8 +450,8 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:
-    """With RAW_PIXELS as `options`, lets vLLM's tower normalise what it gets. Newer vLLM does so by
-    itself. Raises ValueError."""
+    """Makes vLLM's tower normalise its input if `options` are RAW_PIXELS. Newer versions of vLLM do
+    so themselves. Raises ValueError."""
     given = {key: options.get(key, True) for key in RAW_PIXELS}
     if all(given.values()):
         log.info("preprocessing is faster with --mm-processor-kwargs '%s'", json.dumps(RAW_PIXELS))
@@ -475,7 +475,7 @@ def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:
 
 
 def used_bytes(kind: str) -> int:
-    """Memory in use on the device, by everybody; not counted on the CPU."""
+    """Memory in use on the device, by all processes; 0 on the CPU."""
     if kind == "cpu":
         return 0
     torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
-"""How rows of ids reach vLLM's workers. Imports nothing of vLLM.
+"""Brings rows to vLLM's workers by their ids. Imports nothing of vLLM.
 
-RowSource, in the scheduler's process, asks encoders for embeddings in threads. A step then tells
-the workers where rows are:
+RowSource, in the scheduler's process, fetches embeddings from encoders in threads. Each step then
+tells the workers where its rows are:
 
     ipc        in the encoder's own memory, which holds them until the workers have copied them
-    unix, tcp  in memory that this process shares with the workers, into which it received bytes
-    http       with the step, as all rows are until every worker has opened those memories
+    unix, tcp  in memory shared by this process, which received them, and the workers
+    http       in the step's message; so are all rows until every worker has opened those memories
 
 RowLoader, in each worker, opens the memories and copies from them.
 """
@@ -39,25 +39,26 @@ if TYPE_CHECKING:
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
 TIMEOUT_SECONDS, PLACE_SECONDS = 10.0, 2.0
-"""For one fetch over HTTP, once it has its turn; and for where a replica serves rows."""
+"""Timeouts of one fetch over HTTP, once it has its turn, and of locating a replica's rows."""
 FETCHES_AT_ONCE = 8
-"""Over HTTP. vLLM asks for the embeddings of its whole queue."""
+"""Maximum fetches over HTTP at a time, because vLLM asks for the embeddings of its whole queue."""
 THREADS = 32
-"""Of fetches, some of which wait for room in the shared memory."""
+"""Threads that fetch, some of which wait for room in the shared memory."""
 ROOM_SECONDS = 1.0
-"""If no room is made for this long, those that would make it may be waiting for it themselves."""
+"""If nothing is freed for this long, those that could free it may be waiting for room
+themselves."""
 AVOIDED_SECONDS, MOST_AVOIDED = 60.0, 1000
-"""How long the front door is asked for the rows of a replica that cannot be reached, and of how
-many this is known."""
+"""How long the front door is asked for the rows of an unreachable replica, and how many such
+replicas are remembered."""
 PING_SECONDS = 15.0
 ABORTED_SECONDS = 30.0
-"""How long the rows of a request that was aborted in its first steps stay: a step may copy them."""
+"""How long rows of a request that was aborted in its first steps are kept: a step may copy them."""
 RECEIVED = 0
 """Number of the memory into which bytes are received."""
 COLUMNS = 63
 MOST_WORKERS = 63
 UNKNOWN, OPEN, REFUSED = range(3)
-"""On the board: whether a worker has opened a memory."""
+"""States on the board: whether a worker has opened a memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class RowsAt:
 
 @dataclass(eq=False)
 class OfferedMemory:
-    """A memory that workers are told to open, as long as anybody refers to this."""
+    """A memory that workers are told to open as long as this object is referenced."""
 
     number: int
     handle: MemoryHandle
@@ -80,7 +81,7 @@ class OfferedMemory:
 
 @dataclass(eq=False)
 class FetchedRows:
-    """An embedding that can be sent to the workers. Its memory is kept as long as this is."""
+    """An embedding that can be sent to the workers. Its memory lives as long as this object."""
 
     shape: tuple[int, int]
     size_bytes: int
@@ -106,8 +107,8 @@ class RowSource:
         ahead_bytes: int,
         workers: int,
     ) -> None:
-        """`check`: raises ValueError for an id, a shape, a model and a number of deepstack features
-        that do not fit. `ahead_bytes`: of the memory that receives bytes."""
+        """`check` raises ValueError if an id, a shape, a model and a number of deepstack features
+        do not fit. `ahead_bytes`: size of the memory that receives bytes."""
         self.client = client
         self.check = check
         self.workers = workers
@@ -121,21 +122,21 @@ class RowSource:
         self.numbers = count(RECEIVED + 1)
         self.lock = Lock()  # guards connections and offers; never held for long
         self.connecting: WeakValueDictionary[str, Any] = WeakValueDictionary()
-        """A lock for each replica that somebody connects to."""
-        self.line = Lock()  # whoever waits for room is next
+        """A lock for each replica that a thread is connecting to."""
+        self.line = Lock()  # held by the fetch that waits for room
         self.turns = Semaphore(FETCHES_AT_ONCE)
         self.closed = Event()
         self.threads = ThreadPoolExecutor(THREADS, "rows")
         self.freeing = ThreadPoolExecutor(1, "rows-free")
         self.aborted: SimpleQueue[tuple[float, FetchedRows]] = SimpleQueue()
-        """What is to be released, and when; oldest first."""
+        """Rows to release, and when; oldest first."""
         Thread(target=self._release_aborted, name="rows-aborted", daemon=True).start()
 
     def begin(self, name: str) -> Future[FetchedRows]:
         return self.threads.submit(self._fetch, name)
 
     def release(self, fetched: FetchedRows) -> None:
-        """Frees what is held at the encoder. Everything else goes with its last reference."""
+        """Frees the rows held at the encoder. Everything else is freed with its last reference."""
         if fetched.reader and fetched.reader.alive and not self.closed.is_set():
             self.freeing.submit(self._free, fetched.reader, fetched.key)
 
@@ -143,7 +144,7 @@ class RowSource:
         self.aborted.put((monotonic() + ABORTED_SECONDS, fetched))
 
     def memories(self) -> dict[int, MemoryHandle]:
-        """What workers are to open by now; all others can be closed."""
+        """The memories that workers must have open; they can close all others."""
         assert self.received.handle
         with self.lock:
             offered = {number: one.handle for number, one in self.offered.items()}
@@ -164,7 +165,7 @@ class RowSource:
                 "media_io_kwargs"
             )
         replica, key = name.split(".")[:2]
-        for _ in range(2):  # a connection may have been lost since it was used last
+        for _ in range(2):  # the connection may have been lost since its last use
             if (reader := self._reader(replica, name)) is None:
                 break
             try:
@@ -174,7 +175,7 @@ class RowSource:
             else:
                 self._tell(replica, found.path)
                 return found
-        else:  # it hangs, or says what nobody understands
+        else:  # it hangs, or its replies are invalid
             self._avoid(replica)
         if self.closed.is_set():
             raise ConnectionError("the connector is shut down")
@@ -215,8 +216,8 @@ class RowSource:
         return FetchedRows(held.shape, size_bytes, reader.path, rows, block)
 
     def _room(self, size_bytes: int) -> Tensor | None:
-        """A block of the memory that is shared with the workers. Waits while others make room; None
-        if they do not, or if not all workers have opened it."""
+        """A block of the memory that is shared with the workers. Waits while others free blocks.
+        None if they do not, or if not all workers have opened the memory."""
         if not self._is_open(RECEIVED) or size_bytes > len(self.received.memory):
             return None
         with self.line:
@@ -239,7 +240,7 @@ class RowSource:
         return FetchedRows(embedding.shape, rows.nbytes, "http", rows)
 
     def _reader(self, replica: str, name: str) -> RowsReader | None:
-        """A connection to a replica; None if there is none to be had."""
+        """A connection to a replica; None if there is none."""
         found = self.readers.get(replica)
         if found and found.alive:
             return found
@@ -262,7 +263,7 @@ class RowSource:
             return found
 
     def _avoid(self, replica: str) -> None:
-        if len(self.avoided) >= MOST_AVOIDED:  # of names that clients made up
+        if len(self.avoided) >= MOST_AVOIDED:  # clients may make up names
             self.avoided.clear()
         self.avoided[replica] = monotonic() + AVOIDED_SECONDS
 
@@ -277,11 +278,11 @@ class RowSource:
             return None
 
     def _asked(self, call: Coroutine[Any, Any, Any], seconds: float) -> Any:
-        """What the front door answers. Raises ServiceError, TimeoutError."""
+        """Returns the front door's reply. Raises ServiceError, TimeoutError."""
 
         async def answered() -> Any:
             try:
-                async with asyncio.timeout(seconds):  # also if it trickles in
+                async with asyncio.timeout(seconds):  # also limits a reply that trickles in
                     return await call
             except TimeoutError:
                 raise TimeoutError(f"not received within {seconds:g} s") from None
@@ -296,7 +297,7 @@ class RowSource:
             self.offers.pop(reader, None)
 
     def _offer(self, reader: RowsReader, handle: MemoryHandle | None) -> OfferedMemory | None:
-        """None: the rows are in no memory, or the board has no column for one more."""
+        """None: the rows are in no memory, or the board has no free column."""
         if handle is None:
             return None
         with self.lock:
@@ -316,11 +317,12 @@ class RowSource:
     def _free(self, reader: RowsReader, key: str) -> None:
         try:
             reader.free(key)
-        except Exception as error:  # what it held is free when the connection is lost
+        except Exception as error:  # its rows are freed when the connection is lost
             log.debug("an embedding could not be freed: %s", error)
 
     def _ping(self, replica: str, reader: RowsReader) -> None:
-        """Until it is lost. Replicas end connections that say nothing, with all that they hold."""
+        """Pings until the connection is lost. Replicas close silent connections and free their
+        rows."""
         while not self.closed.wait(PING_SECONDS):
             try:
                 reader.ping()
@@ -333,7 +335,7 @@ class RowSource:
             at, fetched = self.aborted.get()
             self.closed.wait(at - monotonic())
             self.release(fetched)
-            del fetched  # its memory must not wait for the next one
+            del fetched  # or its memory would live until the next one comes
 
     def _tell(self, replica: str, path: str) -> None:
         if (replica, path) not in self.told:
@@ -342,7 +344,7 @@ class RowSource:
 
 
 class RowLoader:
-    """Brings rows to one worker's device. For the worker's thread."""
+    """Copies rows to one worker's device. Called from the worker's thread."""
 
     def __init__(self, worker: int, device: torch.device, dtype: torch.dtype) -> None:
         """`worker`: its rank."""
@@ -353,7 +355,7 @@ class RowLoader:
         self.board: Any = None
 
     def follow(self, memories: Mapping[int, MemoryHandle]) -> None:
-        """Opens what is new, says so on the board, and closes what is gone."""
+        """Opens new memories, records that on the board, and closes those that are gone."""
         for number in self.opened.keys() - memories.keys():
             if gone := self.opened.pop(number):
                 gone.close()
@@ -367,7 +369,7 @@ class RowLoader:
                 self.board[self.worker, column(number)] = OPEN if opened else REFUSED
 
     def load(self, rows: RowsAt | Tensor) -> Tensor:
-        """[tokens, width] on the device, once its current stream gets there."""
+        """Returns [tokens, width] on the device. The copy is queued on the current stream."""
         if isinstance(rows, Tensor):
             return rows.to(self.device, self.dtype)
         opened = self.opened[rows.memory]
@@ -391,8 +393,8 @@ class RowLoader:
 
 
 def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
-    """Names of items that a request has not computed everywhere: a prompt may repeat an image, of
-    which vLLM's prefix cache then has the first place alone."""
+    """Names of items that a request has not computed everywhere. A prompt may repeat an image, and
+    vLLM's prefix cache may have only its first occurrence."""
     return {
         feature.identifier
         for feature in request.mm_features
@@ -412,5 +414,5 @@ def board_of(header: Tensor | None) -> Any:
 
 
 def column(number: int) -> int:
-    """Of a memory on the board."""
+    """Column of a memory on the board."""
     return (number - 1) % COLUMNS + 1 if number else 0

@@ -1,4 +1,7 @@
-"""What the connector has loaded, for vLLM's log and its /metrics. vLLM 0.26 asks for neither."""
+"""Statistics of what the connector has loaded, for vLLM's log and its /metrics.
+
+vLLM 0.26 asks for neither.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,13 @@ COUNTERS = {
     "tcp": "Embeddings received from an encoder over TCP.",
     "http": "Embeddings fetched through the service's front door.",
 }
-MOST_SECONDS = 10_000  # kept for a vLLM that does not ask
+MOST_SECONDS = 10_000  # limit for a vLLM that never asks
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 
 
 class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked without vLLM
-    """Since the last report: COUNTERS, and under "seconds" how long each loaded embedding took."""
+    """Figures since the last report: COUNTERS, and in "seconds" the loading time of each
+    embedding."""
 
     def __init__(self, data: dict[str, Any] | None = None) -> None:
         self.data: dict[str, Any] = data or {**dict.fromkeys(COUNTERS, 0), "seconds": []}
@@ -49,7 +53,7 @@ class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked wi
         self.data[name] += 1
 
     def taken(self) -> LoadStats | None:
-        """What there is to report, once."""
+        """Returns what there is to report, and resets it."""
         if self.is_empty():
             return None
         report = LoadStats(self.data)
@@ -75,7 +79,7 @@ class LoadMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
     """vllm:encoder_service_loaded_total and so on, with vLLM's labels."""
 
     def __init__(self, *arguments: Any) -> None:
-        """As vLLM's build_prom_metrics."""
+        """Takes the arguments of vLLM's build_prom_metrics."""
         super().__init__(*arguments)
         _, kinds, labels, self.labels = arguments
         self.counters = {
@@ -98,7 +102,7 @@ class LoadMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
 
 
 class Stopwatch:
-    """Runs until a future is done."""
+    """Measures the time until a future is done."""
 
     def __init__(self, future: Future[Any]) -> None:
         self.began = perf_counter()

@@ -1,6 +1,6 @@
-"""A language model behind the encoders: chat completions from their embeddings.
+"""Chat completions by a language model that takes the encoders' embeddings.
 
-api/http.py -> http.py -> ingress.ChatFleet (Serve handle) -> chat.py, which tokenises while the
-Router encodes, inserts the embeddings, and generates (model.py or vllm_engine.py). OpenAI's other
-API, vectors of images and texts, needs no language model: embeddings.py.
+A request passes api/http.py, http.py, ingress.ChatFleet (a Serve handle) and chat.py, which
+tokenises while the Router encodes, inserts the embeddings, and generates (model.py or
+vllm_engine.py). embeddings.py serves OpenAI's embeddings API, which needs no language model.
 """

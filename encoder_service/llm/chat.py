@@ -1,6 +1,6 @@
 """The language model's Serve deployment: tokenises while the encoders work, then generates.
 
-Requests that wait for the engine are tokenised and encoded meanwhile. Closing the stream of a
+Requests are tokenised and encoded while they wait for the engine. Closing the stream of a
 completion cancels it.
 """
 
@@ -70,12 +70,12 @@ class ChatMetrics:
 
 
 class Embedder:
-    """Embeddings from the Router deployment, in the language model's dtype."""
+    """Gets embeddings from the Router deployment, in the language model's dtype."""
 
     def __init__(
         self, router: DeploymentHandle, dtype: Dtype, reader: Reader | None = None
     ) -> None:
-        """`reader`: reads rows from the encoders' devices, if they are left there."""
+        """`reader` reads rows from the encoders' devices, if the encoders leave them there."""
         self.reader = reader
         self.router = by_reference(router, "encode")
         self.dtype: Dtype = dtype
@@ -83,7 +83,7 @@ class Embedder:
     async def encode(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin
     ) -> list[Embedding]:
-        """Embeddings in the order of `media`, their data in this process.
+        """Returns embeddings in the order of `media`, with their data in this process.
 
         Raises AtItem for the first item that failed, ServiceError for the request as a whole.
         """
@@ -119,24 +119,24 @@ class Embedder:
 
 
 class ChatEngine(Protocol):
-    """What generates: model.TransformersEngine or vllm_engine.VllmEngine."""
+    """Generates completions: model.TransformersEngine or vllm_engine.VllmEngine."""
 
     def generate(
         self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
     ) -> AsyncGenerator[ChatEvent]:
-        """The text as it grows, then Finish. Closing it ends the generation.
+        """Yields the text as it is generated, then Finish. Closing it ends the generation.
 
-        embeddings: of the images and videos of the prompt, in order, their data in this process.
+        embeddings: those of the prompt's images and videos, in order, their data in this process.
         """
 
     def metrics(self) -> str:
-        """Its own series, in Prometheus' text format."""
+        """Returns the engine's own metrics, in Prometheus' text format."""
 
     async def check_health(self) -> None:
-        """Raises Unavailable if it will not generate again."""
+        """Raises Unavailable if the engine cannot generate again."""
 
     def close(self) -> None:
-        """Ends its threads and processes."""
+        """Stops the engine's threads and processes."""
 
 
 def start(options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any) -> ChatEngine:
@@ -159,11 +159,11 @@ class Chat:
         router: DeploymentHandle,
         transport: Transport,
     ) -> None:
-        """`transport`: that of the encoders."""
+        """`transport`: how the encoders hand over embeddings."""
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
-        # vLLM's processes own the device; this one has none.
+        # vLLM's processes own the device; this process has none.
         device = "cpu" if options.engine == "vllm" else options.device
         reader = Receiver(device) if transport == "nixl" else None
         self.embedder = Embedder(router, spec.dtype, reader)
@@ -173,7 +173,7 @@ class Chat:
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
-        """The text as it grows, then Finish; or ChatFailed at any point."""
+        """Yields the text as it is generated, then Finish. ChatFailed may end it at any point."""
         started, begun, finish = monotonic(), False, "cancelled"
         try:
             async with aclosing(self._complete(call)) as events:
@@ -210,7 +210,7 @@ class Chat:
             )
             embeddings = await encoding
         finally:
-            encoding.cancel()  # a rejected prompt ends its encoding too
+            encoding.cancel()  # if the prompt was rejected, its items need no encoding
         async with aclosing(self.engine.generate(call, made, embeddings)) as events:
             event: ChatEvent | None = None
             while not isinstance(event, Finish):

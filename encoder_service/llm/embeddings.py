@@ -1,6 +1,6 @@
-"""The embeddings API, as OpenAI's: a vector for each image or text, of models that give vectors.
+"""OpenAI's embeddings API: one vector per image or text, for models that return vectors.
 
-Images are items like those of /v1/encode, and so are texts: one call of the router encodes both.
+Images and texts are items like those of /v1/encode, so that one call of the router encodes both.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from encoder_service.wire.formats import JSON, Piece, WireError, check_json, rea
 IMAGE_URL = re.compile(r"data:image/|https?://\S++\Z", re.IGNORECASE)
 
 FLOAT_CHARACTERS = 20
-"""Of a value as a number in JSON."""
+"""Approximate length of a value in JSON."""
 
 Vector = npt.NDArray[np.float32]
 
 
 def as_inputs(given: Any) -> Any:
-    """OpenAI's `input`, a text or a list of them, as parts: an image for IMAGE_URL."""
+    """Converts OpenAI's `input`, a text or a list of texts, to parts. A text that matches IMAGE_URL
+    is an image."""
     return [as_part(one) for one in (given if isinstance(given, list) else [given])]
 
 
@@ -81,14 +82,14 @@ class EmbeddingRequest(StrictModel):
         list[InputPart],
         BeforeValidator(as_inputs, json_schema_input_type=str | list[str | InputPart]),
     ] = Field(min_length=1, fail_fast=True)
-    """A string that begins with data:image/, or is as a whole one http:// or https:// URL without
-    white space, is an image; any other one is a text."""
+    """A string is an image if it begins with data:image/, or if it is one http:// or https:// URL
+    without white space. Any other string is a text."""
     model: str | None = None
-    """If it is given: the model that is served."""
+    """If given, it must be the model that is served."""
     encoding_format: Literal["float", "base64"] = "float"
-    """base64: of little-endian float32."""
+    """base64 encodes little-endian float32."""
     dimensions: int | None = Field(None, gt=0)
-    """The first values of each vector, scaled to length 1 again."""
+    """How many leading values of each vector to return, scaled to length 1 again."""
     user: str | None = None
     """Has no effect."""
 
@@ -100,7 +101,7 @@ class VectorDocument(BaseModel):
 
 
 class UsageDocument(BaseModel):
-    """Tokens of the inputs, cached ones too; a text counts as many as it is padded to."""
+    """Tokens of the inputs, including cached ones. A text counts as many as it is padded to."""
 
     prompt_tokens: int
     total_tokens: int
@@ -117,7 +118,7 @@ class EmbeddingsDocument(BaseModel):
 
 
 def add(app: FastAPI, service: Service) -> None:
-    """Adds the route. Models that give rows refuse every request, and say what to do."""
+    """Adds the route. If the model returns rows, every request is rejected with a remedy."""
     app.state.bodies.append(EmbeddingRequest)
     body = {"required": True, "content": {JSON: schema(EmbeddingRequest)}}
     unknown = {"model": ErrorDocument, "description": "Another model is served."}
@@ -125,7 +126,7 @@ def add(app: FastAPI, service: Service) -> None:
 
     @app.post(EMBEDDINGS_PATH, openapi_extra={"requestBody": body}, responses=responses)
     async def embeddings(request: Request) -> Response:
-        """Vectors of images and texts, of length 1, as in OpenAI's API."""
+        """Vectors of length 1 for images and texts, as in OpenAI's API."""
         exchange: Exchange = request.state.exchange
         try:
             service.authorize(*request.headers.getlist("authorization"))
@@ -159,7 +160,7 @@ def check_vector(spec: ModelSpec) -> None:
 def parse(
     body: bytes, spec: ModelSpec, limits: LimitOptions
 ) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
-    """The request, and its images by position. Raises InvalidRequest, or UnknownModel."""
+    """Returns the request, and its images by position. Raises InvalidRequest, or UnknownModel."""
     try:
         check_json(body, MOST_VALUES)
         found = read_json(body)
@@ -191,7 +192,7 @@ async def embed(
     exchange: Exchange,
     take: Take,
 ) -> tuple[list[Vector], int]:
-    """The vector of each input as the model gives it, and how many tokens the inputs have.
+    """Returns each input's vector as the model computes it, and the total tokens of the inputs.
 
     Raises ServiceError, or AtItem for the first input that failed.
     """
@@ -208,7 +209,7 @@ async def embed(
     exchange.admitted(media)
     options = RequestOptions(dtype="float32", encoding=asked.encoding_format)
     size_bytes = check_size(media, options, service.spec, service.limits, service.references)
-    service.unsent.check_room(size_bytes)  # rather than encode what could not be sent
+    service.unsent.check_room(size_bytes)  # before encoding what could not be sent
     work = service.backend.encode(media, "float32", deadline.left(), reference=False)
     rows = []
     for place, answer in enumerate(await deadline.keep(work)):
@@ -219,7 +220,8 @@ async def embed(
 
 
 def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
-    """A text as an item. The encoder's replica tokenises it, and refuses one that is too long."""
+    """Turns a text into an item. The encoder's replica tokenises it; it rejects one that is too
+    long."""
     plan = spec.text_plan
     if plan is None:
         return InvalidRequest(f"{spec.id} has no text tower: send images, as data URLs or https")
@@ -244,7 +246,7 @@ def values(answer: Embedding) -> Vector:
 def write_vectors(
     spec: ModelSpec, asked: EmbeddingRequest, vectors: Sequence[Vector], tokens: int
 ) -> list[Piece]:
-    """The response, one vector after another, so that no call holds the GIL for long.
+    """Builds the response one vector at a time, so that no call holds the GIL for long.
 
     Raises AtItem for a vector with NaN or infinity.
     """
@@ -268,6 +270,6 @@ def write_vectors(
 
 
 def unit(vector: Vector) -> Vector:
-    """Scaled to length 1; zeros stay zeros."""
+    """Scales a vector to length 1. A vector of zeros stays as it is."""
     scaled: Vector = vector / max(np.linalg.norm(vector), np.finfo(np.float32).tiny)
     return scaled

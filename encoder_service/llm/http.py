@@ -1,6 +1,7 @@
-"""The chat API: request in, chat completion or server-sent events out, as OpenAI's.
+"""OpenAI's chat API: a request in, a chat completion or server-sent events out.
 
-Knows neither Ray nor torch. The language models are a `ChatBackend`; ingress.py has the real one.
+Needs neither Ray nor torch: it reaches the language models through `ChatBackend`, which ingress.py
+implements.
 """
 
 from __future__ import annotations
@@ -55,14 +56,14 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
 
 ATTEMPTS = 3
-"""Attempts at a request whose replica is lost before any text was sent. router/here.py retries lost
-embeddings; they do not count here."""
+"""Maximum attempts at a request whose replica is lost before any text was sent. Lost embeddings do
+not count, because router/here.py retries them."""
 
 MOST_VALUES = 2**20
-"""Limit for a body, as wire/formats.py counts: the commas of long texts count too."""
+"""Maximum number of values in a body, as wire/formats.py counts them: commas in texts count too."""
 
 MOST_CHARACTERS_A_TOKEN = 100
-"""More than any text has on average. A longer text is rejected before it is tokenised."""
+"""More than any text has per token on average. A longer text is rejected before tokenisation."""
 
 DONE = b"data: [DONE]\n\n"
 
@@ -75,7 +76,7 @@ class ChatBackend(Protocol):
     """The language model's replicas. Raises only the errors of actors/errors.py."""
 
     def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
-        """The text as it grows, then Finish. Closing it ends the generation."""
+        """Yields the text as it is generated, then Finish. Closing it ends the generation."""
 
     async def ready_replicas(self) -> int:
         """How many replicas accept work."""
@@ -93,7 +94,7 @@ class Parsed:
 
 
 class ChatService:
-    """Parses, admits, asks a language model, and retries if its replica is lost."""
+    """Parses and admits requests, queries a language model, and retries if its replica is lost."""
 
     def __init__(
         self, options: LlmOptions, spec: LlmSpec, admission: Admission, backend: ChatBackend
@@ -129,8 +130,8 @@ class ChatService:
         return Parsed(request, tuple(item(*one) for one in request.media()))
 
     async def admit(self, parsed: Parsed, take: Take) -> ChatCall:
-        """`take` counts what is fetched. Raises ServiceError, or AtItem with the position of the
-        image or video at fault."""
+        """Admits the images and videos. `take` counts the bytes that are fetched. Raises
+        ServiceError, or AtItem with the position of the image or video at fault."""
         media: list[Media] = []
         admitted: list[Media | ServiceError] = []
         if parsed.items:
@@ -148,7 +149,7 @@ class ChatService:
                 raise AtItem(index, one)
             media.append(one)
         tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
-        if tokens >= self.spec.max_model_len:  # before the encoders work in vain
+        if tokens >= self.spec.max_model_len:  # before the encoders do useless work
             raise InvalidRequest(
                 f"the images and videos are {tokens} tokens; the maximum context length is "
                 f"{self.spec.max_model_len} (llm.max_model_len): send less, or scale them down"
@@ -170,7 +171,7 @@ class ChatService:
         return ready
 
     async def complete(self, call: ChatCall) -> tuple[list[Piece], Finish]:
-        """Everything at once. If the replica is lost, it begins anew on another one."""
+        """Returns the whole completion. If the replica is lost, starts over on another one."""
         pieces: list[Piece] = []
         async with aclosing(self._events(call, pieces.clear)) as events:
             async for event in events:
@@ -180,13 +181,13 @@ class ChatService:
         raise AssertionError("an answer without an end. This is a bug.")
 
     def stream(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
-        """The text as it grows. A replica that is lost before the first event is replaced."""
+        """Yields the text as it is generated. Retries if the replica is lost before any event."""
         return self._events(call, None)
 
     async def _events(
         self, call: ChatCall, forget: Callable[[], None] | None
     ) -> AsyncGenerator[ChatEvent]:
-        """`forget`: drops what a lost replica gave. None: what was given cannot be taken back."""
+        """`forget` discards the events of a lost replica. None: they have been sent already."""
         deadline = Deadline(
             call.timeout_seconds, "ask for fewer tokens, or raise llm.timeout_seconds"
         )
@@ -211,7 +212,7 @@ class ChatService:
 def with_detail(
     item: RequestItem, part: ImagePart | VideoPart, admission: Admission
 ) -> RequestItem:
-    """The item with the pixels that its `detail` stands for."""
+    """Returns the item with the `max_pixels` that its `detail` stands for."""
     spec = admission.spec
     most = spec.largest("image", admission.tokens).get("max_pixels")
     if not isinstance(part, ImagePart) or part.image_url.detail == "auto" or not most:
@@ -223,7 +224,7 @@ def with_detail(
 
 
 def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) -> ProcessorKwargs:
-    """`mm_processor_kwargs` in our words. Raises InvalidKey."""
+    """Converts `mm_processor_kwargs` to ProcessorKwargs. Raises InvalidKey."""
     kwargs, size = given.kwargs(), given.size
     if size is None:
         return kwargs
@@ -233,7 +234,7 @@ def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) 
             "give min_pixels and max_pixels, those of each frame",
             "mm_processor_kwargs",
         )
-    # GLM-V counts the pixels of an image once for each of the frames that it stands for.
+    # GLM-V counts an image as a group of equal frames, and the pixels of each of them.
     frames = FRAMES_PER_GROUP if isinstance(spec.sizing, EnlargingSizing) else 1
     return replace(
         kwargs,
@@ -243,7 +244,7 @@ def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) 
 
 
 def add(app: FastAPI, service: Service, chat: ChatService) -> None:
-    """Adds the chat API's routes, and the language model to what /readyz waits for."""
+    """Adds the chat API's routes, and makes /readyz wait for the language model."""
     service.ready["ready_llm_replicas"] = chat.ready_replicas
     kind = REQUESTS[chat.options.engine]
     app.state.bodies.append(kind)
@@ -273,7 +274,7 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
                 if not parsed.request.stream:
                     return JSONResponse(answers.completion(*await chat.complete(call)))
                 events = await held.enter_async_context(aclosing(chat.stream(call)))
-                first = await anext(events)  # a failure before it has a status of its own
+                first = await anext(events)  # an error before this still gets its own HTTP status
                 chunks = written(first, events, parsed.request, answers, exchange)
                 await held.enter_async_context(aclosing(chunks))
                 return EventStream(chunks, held.pop_all())
@@ -302,8 +303,8 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
 def refusal(
     problem: Exception, exchange: Exchange, place: Callable[[int], str] | None = None
 ) -> Response:
-    """An error in OpenAI's shape, with our usual status and headers. `place`: the path of an item
-    in the request."""
+    """Formats an error as OpenAI does, with our usual status and headers. `place`: returns the path
+    of an item in the request."""
     found = fault(problem, exchange.request_id)
     exchange.failed(found.row.type, found.message)
     param = problem.param if isinstance(problem, InvalidKey | UnknownModel) else None
@@ -335,7 +336,7 @@ async def written(
     answers: Answers,
     exchange: Exchange,
 ) -> AsyncGenerator[bytes]:
-    """The server-sent events; an error becomes the last event before DONE."""
+    """Yields the server-sent events. An error becomes the last event before DONE."""
     for index in range(request.n or 1):
         yield answers.chunk(index, {"role": "assistant", "content": ""})
     try:
@@ -354,7 +355,7 @@ async def written(
 
 
 class Answers:
-    """The documents of one completion."""
+    """Builds the JSON documents of one completion."""
 
     def __init__(self, spec: LlmSpec, request_id: str) -> None:
         self.head: Document = {
@@ -399,7 +400,7 @@ def likelihood(tokens: Sequence[Document]) -> Document:
 
 
 def usage(finish: Finish) -> Document:
-    """Token counts; an image or video counts as many as its embedding has rows."""
+    """Token counts. An image or video counts one token per row of its embedding."""
     return {
         "prompt_tokens": finish.prompt_tokens,
         "completion_tokens": finish.completion_tokens,

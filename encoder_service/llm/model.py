@@ -1,4 +1,4 @@
-"""`llm.engine: transformers`: a model whose vision tower is never allocated.
+"""`llm.engine: transformers`: a transformers model whose vision tower is never allocated.
 
 It generates one completion at a time.
 """
@@ -38,11 +38,11 @@ from encoder_service.llm.schema import ChatCall, ChatEvent, Finish, Piece, Sampl
 from encoder_service.llm.spec import LlmSpec
 
 Emit = Callable[[str], None]
-"""Called with each piece of the text, in the generating thread."""
+"""Called in the generating thread with each piece of the text."""
 
 
 def load(options: ModelOptions, device: str) -> Any:
-    """transformers' ...ForConditionalGeneration, `model.visual` None. Raises StartError."""
+    """Loads transformers' ...ForConditionalGeneration without its `visual`. Raises StartError."""
     if device == "cuda" and not torch.cuda.is_available():
         raise StartError(
             "llm.device is cuda, but torch sees no CUDA device in this replica: check the driver "
@@ -87,7 +87,7 @@ def read_config(options: ModelOptions) -> Any:
 
 
 def without_tower(kind: type) -> Any:
-    """A subclass whose models drop their tower while it is on the meta device, without memory."""
+    """Returns a subclass that drops its tower while that is on the meta device, without memory."""
 
     def __init__(self: Any, config: Any) -> None:
         kind.__init__(self, config)  # type: ignore[misc]
@@ -103,7 +103,7 @@ def without_tower(kind: type) -> Any:
 
 
 def dummy(kind: Any, config: Any, dtype: torch.dtype) -> Any:
-    """Random weights, initialised by transformers, the same in every process."""
+    """A model with random weights, initialised by transformers, the same in every process."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # otherwise it lists every tensor as missing
     try:
@@ -137,7 +137,7 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
                 made["second_per_grid_ts"] = torch.tensor(seconds, device=device)
     outputs: dict[str, list[Tensor]] = {}
     for one, each in zip(prompt.placed, rows, strict=True):
-        # With one token for both, only the order tells the rows apart.
+        # Some families use the same token for both: only the order tells their rows apart.
         kind = "image" if spec.video_style.as_images else one.kind
         outputs.setdefault(kind, []).append(each)
     if outputs:
@@ -150,10 +150,10 @@ def inputs(prompt: Prompt, rows: Sequence[Tensor], spec: LlmSpec) -> dict[str, A
 def pruned(
     model: Any, made: Mapping[str, Any], placed: Sequence[Placed], kept: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """The same inputs without the tokens of rows that Efficient Video Sampling has dropped.
+    """Returns the inputs without the tokens of rows that Efficient Video Sampling has dropped.
 
-    kept: indices of the rows that are left of each item; empty: all. All tokens keep the positions
-    that they have in the whole prompt, as in vLLM.
+    kept: for each item, the indices of the rows that are left; empty means all. The remaining
+    tokens keep their positions in the whole prompt, as in vLLM.
     """
     asked = {name: value for name, value in made.items() if name != "mm_encoder_outputs"}
     positions, _ = model.model.get_rope_index(**asked)
@@ -173,7 +173,7 @@ def pruned(
 
 
 def encoded(rows: Sequence[Tensor], deepstack: int) -> BaseModelOutputWithPooling:
-    """Embeddings in the form of a transformers tower's output: main and deepstack features."""
+    """Wraps embeddings as the output of a transformers tower: main and deepstack features."""
     features = [one.chunk(1 + deepstack, dim=1) for one in rows]
     main = [one[0] for one in features]
     if not deepstack:
@@ -187,7 +187,7 @@ class Cancelled(Exception):
 
 
 class TransformersEngine:
-    """chat.ChatEngine with one thread, which owns the device."""
+    """A chat.ChatEngine with a single thread, which owns the device."""
 
     def __init__(
         self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any
@@ -196,7 +196,7 @@ class TransformersEngine:
         self.generator = Generator(load(own, options.device), tokenizer)
         self.thread = ThreadPoolExecutor(1, "generate")
         self.broken = ""
-        # A short text, so that lazy initialisation is over before we are ready.
+        # Generates a short text, so that lazy initialisation is over before the replica is ready.
         made = prompt([{"role": "user", "content": "a"}], [], 2, spec, tokenizer)
         self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Event())
 
@@ -217,7 +217,7 @@ class TransformersEngine:
             waiting: list[str | None] = []
             while None not in waiting:
                 waiting = [await texts.get()]
-                # Text that arrived meanwhile is sent along: a message per token costs more.
+                # Sends queued text as one event, because an event per token costs more.
                 while not texts.empty():
                     waiting.append(texts.get_nowait())
                 if text := "".join(one for one in waiting if one):
@@ -258,7 +258,7 @@ class TransformersEngine:
         return ""
 
     async def check_health(self) -> None:
-        """CUDA does not recover from most errors."""
+        """Raises Unavailable after a device error. CUDA does not recover from most errors."""
         if self.broken:
             raise Unavailable(f"the device failed: {self.broken}")
 
@@ -281,7 +281,7 @@ class Generator:
         emit: Emit,
         cancelled: Event,
     ) -> Finish:
-        """Emits the text as it grows, then returns. `inputs`: see inputs(). Raises Cancelled."""
+        """Emits the text as it is generated. `inputs`: from inputs(). Raises Cancelled."""
         if cancelled.is_set():
             raise Cancelled
         config = self._config(sampling, max_tokens)
@@ -291,7 +291,7 @@ class Generator:
             stop = cancelled.is_set() or stream.filter.stopped
             return torch.full((len(input_ids),), stop, device=input_ids.device)
 
-        # The global random state is this completion's: the process generates nothing else.
+        # Seeding the global random state is safe, because the process generates nothing else.
         torch.manual_seed(secrets.randbits(63) if sampling.seed is None else sampling.seed)
         with torch.inference_mode():
             self.model.generate(
@@ -330,7 +330,7 @@ class Generator:
 
 
 class TextStream(BaseStreamer):  # type: ignore[misc]
-    """Decodes tokens as soon as they are whole characters, up to a stop text."""
+    """Emits text as soon as tokens form whole characters, up to a stop text."""
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], emit: Emit) -> None:
         self.tokenizer = tokenizer
@@ -382,7 +382,7 @@ class StopFilter:
         found = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         if found:
             self.stopped = True
-            _, start = min(found)  # the one that is complete first, however the text is split
+            _, start = min(found)  # the stop text that is complete first, however the text is split
             return self._let(start)
         return self._let(len(self.held) - self._beginning())
 
@@ -394,7 +394,7 @@ class StopFilter:
         return shown
 
     def _beginning(self) -> int:
-        """Characters at the end that may be the start of a stop text."""
+        """The length of the longest suffix that may be the start of a stop text."""
         lengths = (
             length
             for stop in self.stops

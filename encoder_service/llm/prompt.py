@@ -1,4 +1,4 @@
-"""From messages to tokens: tokenizer, chat template, a placeholder for each embedding row."""
+"""Turns messages into tokens: tokenizer, chat template, a placeholder for each embedding row."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHATML = """\
 
 
 def load_tokenizer(options: ModelOptions) -> Any:
-    """A model's own PreTrainedTokenizerFast with its chat template; bytes and ChatML for a preset.
+    """Loads a model's PreTrainedTokenizerFast and chat template. A preset gets bytes and ChatML.
 
     Raises CheckpointError.
     """
@@ -53,7 +53,7 @@ def load_tokenizer(options: ModelOptions) -> Any:
 
 
 def read_template(files: Files) -> str | None:
-    """The processor's template; the tokenizer's may not cover images."""
+    """Reads the processor's template, because the tokenizer's may not support images."""
     path = files.path("chat_template.jinja")
     if path is not None:
         return path.read_text(encoding="utf-8")
@@ -62,7 +62,7 @@ def read_template(files: Files) -> str | None:
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte and those of ChatML, for presets, which have no vocabulary."""
+    """One token per byte plus those of ChatML, for presets, which have no vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={sign: i for i, sign in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -77,22 +77,22 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 class Placed:
     """An image or a video of a prompt. Its placeholders are those of its family's own processor.
 
-    An image is one token per embedding row. A video is that for each group of frames, for some
-    families between texts that give the group's time.
+    An image has one token per embedding row. A video has as many per group of frames as the group
+    has rows; in some families, texts with the group's time surround them.
     """
 
     kind: Kind
     grid_thw: Grid
     tokens: int
     times: tuple[float, ...] = ()
-    """Of a video: the time of each group of frames in seconds."""
+    """The time of each group of a video's frames, in seconds."""
     seconds_per_group: float = 0.0
     dropped: int = 0
-    """Rows that Efficient Video Sampling will drop, and with them their tokens (model.pruned)."""
+    """Rows that Efficient Video Sampling will drop. Their tokens are dropped too (model.pruned)."""
 
 
 def place(media: Media, video: VideoSizing | None) -> Placed:
-    """`video`: how the encoders cut up videos. Raises UnsupportedMedia for a video without it."""
+    """`video`: how the encoders divide videos. Raises UnsupportedMedia for a video without it."""
     plan, clip = media.plan, media.clip
     if clip is None:
         return Placed("image", plan.grid_thw, plan.tokens)
@@ -107,9 +107,9 @@ def place(media: Media, video: VideoSizing | None) -> Placed:
 @dataclass(frozen=True, slots=True)
 class Prompt:
     ids: list[int]
-    """With one token for each row of the embeddings, those that will be dropped included."""
+    """One token for each embedding row, including rows that will be dropped."""
     kinds: list[int]
-    """Of each token: TEXT, or IMAGE or VIDEO for an embedding row (mm_token_type_ids)."""
+    """The kind of each token (mm_token_type_ids): TEXT, or IMAGE or VIDEO for an embedding row."""
     placed: tuple[Placed, ...]
     max_tokens: int
 
@@ -175,7 +175,7 @@ def expand(
 
 
 def video_runs(one: Placed, spec: LlmSpec, tokenizer: Any) -> list[tuple[list[int], int]]:
-    """Lists of tokens, each of one kind."""
+    """The tokens of a video, as runs of one kind each."""
     style = spec.video_style
     token = spec.image_token_id if style.as_images else spec.video_token_id
     rows = [token] * (one.tokens // len(one.times))

@@ -1,9 +1,10 @@
-"""A chat request, as in OpenAI's API, and the types that it becomes on its way to an answer:
+"""OpenAI's chat request, and the types that carry it to its response:
 
     ChatRequest -> ChatCall -> Piece, Piece, ..., Finish (or ChatFailed)
 
-Parameters that the language model cannot serve are accepted with values that change nothing.
-Null is the same as nothing. Unknown keys are rejected. VllmRequest has those that vLLM serves.
+Unknown keys are rejected, and null is the same as an absent key. A parameter that the language
+model does not support is accepted only with values that change nothing. VllmRequest has the
+parameters that vLLM supports.
 """
 
 from __future__ import annotations
@@ -35,28 +36,30 @@ from encoder_service.wire.formats import Document, WireError, from_base64
 
 MOST_STOPS = 4
 MOST_TURNS, MOST_PARTS = 4096, 1024
-"""Limits for messages per request and parts per message: even empty ones take time."""
+"""Maximum messages per request and parts per message, because even empty ones take time."""
 MOST_STOP_CHARACTERS = 1000
-"""Limit for a stop text: the end of the text so far is compared with each of its prefixes."""
+"""Maximum length of a stop text, because the end of the text is compared with each prefix."""
 MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
 MOST_STOP_TOKENS, MOST_BIASED = 128, 1024
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
-"""Limits for an error message: problems looked at, problems named, characters of a key."""
+"""Limits of an error message: problems examined, problems named, characters of a key."""
 MESSAGE_PART = 5
-"""Keys to a message part: messages, i, content, j, its type (pydantic's, not the body's)."""
+"""Keys in pydantic's location of a message part: messages, i, content, j, and its type."""
 LOW_PIXELS = 512 * 512
-"""Of an image with `detail: low`, as in OpenAI's API."""
+"""Maximum pixels of an image with `detail: low`, as in OpenAI's API."""
 DATA_URL = "data:"
 MOST_SHOWN = 40
-"""Characters of an invalid URL to quote: it may be a whole file in base64."""
+"""Maximum characters quoted of an invalid URL, which may be a whole file in base64."""
 EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
 FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
-"""`type` of a part -> of an item."""
+"""Maps the `type` of a part to that of an item."""
 
 Message = dict[str, Any]
-"""{"role", "content"} as chat templates read it; images and videos of the content are
-{"type": "image"} and {"type": "video"}."""
+"""{"role", "content"} as chat templates read it.
+
+Images and videos in the content are {"type": "image"} and {"type": "video"}.
+"""
 
 
 class StrictModel(BaseModel):
@@ -115,11 +118,11 @@ class SchemaFormat(StrictModel):
 
 
 TokenId = Annotated[int, Field(ge=0, strict=False)]
-"""Also as a string: keys of a JSON object."""
+"""Strings are accepted too, because keys of a JSON object are strings."""
 
 
 class VllmParams(SamplingParams):
-    """What vLLM serves besides. None, too: as in generation_config.json, or vLLM's default."""
+    """Adds what vLLM supports. None: as in generation_config.json, or else vLLM's default."""
 
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -158,18 +161,18 @@ class ChatCall:
     timeout_seconds: float
     origin: Origin = NOBODY
     stream: bool = True
-    """False: nobody sees the pieces before the end."""
+    """False: no piece is sent before the completion has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """More of a completion's text."""
+    """The next part of a completion's text."""
 
     text: str
     index: int = 0
     """Which of the `n` completions."""
     logprobs: tuple[Document, ...] = ()
-    """Of its tokens, in OpenAI's form, if the request asks for them."""
+    """Those of its tokens, in OpenAI's form, if the request asks for them."""
 
 
 Reason = Literal["stop", "length"]
@@ -180,18 +183,18 @@ class Finish:
     reasons: tuple[Reason, ...]
     """Why each of the `n` completions has ended."""
     prompt_tokens: int
-    """Those of images and videos included."""
+    """Includes the tokens of images and videos."""
     completion_tokens: int
-    """Of all completions."""
+    """Total over all completions."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatFailed:
-    """The end of a request that failed. A value, because Serve logs what is raised."""
+    """The last event of a failed request. It is not an exception, because Serve logs exceptions."""
 
     error: ServiceError
     item: int | None = None
-    """Position of the image or video that caused it; None: the request as a whole."""
+    """Position of the image or video at fault; None: the request as a whole."""
 
 
 ChatEvent = Piece | Finish
@@ -203,7 +206,7 @@ class TextPart(StrictModel):
 
 
 class ImageUrl(StrictModel):
-    """`data:image/jpeg;base64,...`, or https of a host that `fetch.allow_hosts` names."""
+    """`data:image/jpeg;base64,...`, or an https URL whose host `fetch.allow_hosts` names."""
 
     url: str
     detail: Literal["auto", "low", "high"] = "auto"
@@ -216,9 +219,10 @@ class ImagePart(StrictModel):
 
 
 class VideoUrl(StrictModel):
-    """`data:video/mp4;base64,...`, or https of a host that `fetch.allow_hosts` names.
+    """`data:video/mp4;base64,...`, or an https URL whose host `fetch.allow_hosts` names.
 
-    `data:video/jpeg;base64,` followed by JPEGs separated by commas: its frames, all encoded.
+    `data:video/jpeg;base64,` is followed by frames, as JPEGs in base64 separated by commas. All of
+    them are encoded.
     """
 
     url: str
@@ -259,18 +263,19 @@ class ChatMessage(StrictModel):
 
 
 class SizeRange(StrictModel):
-    """transformers' `size` of an image: its pixels, and its frames' if it has several (GLM-V)."""
+    """transformers' `size`: range of the pixels of an image, or of all its frames together
+    (GLM-V)."""
 
     shortest_edge: int | None = Field(None, gt=0)
     longest_edge: int | None = Field(None, gt=0)
 
 
 class ChatKwargs(KwargsFields, StrictModel):
-    """vLLM's `mm_processor_kwargs`, for all images and videos whose kind takes them."""
+    """vLLM's `mm_processor_kwargs`. They apply to all images and videos whose kind takes them."""
 
     size: SizeRange | None = None
     do_sample_frames: Literal[True] = True
-    """Clients of vLLM send it. Frames of a video file are always sampled."""
+    """Accepted because clients of vLLM send it: frames of a video file are always sampled."""
 
 
 class StreamOptions(StrictModel):
@@ -278,7 +283,7 @@ class StreamOptions(StrictModel):
 
 
 class Only:
-    """Of a parameter: `accepted`, the values that change nothing. Others are rejected."""
+    """Annotates a parameter for which only `accepted` values, which change nothing, are allowed."""
 
     def __init__(self, *accepted: Any) -> None:
         self.accepted = accepted
@@ -326,7 +331,7 @@ class ChatRequest(SamplingParams):
     service_tier: Annotated[Any, Only("auto", "default")] = None
     store: Annotated[Any, Only(False)] = None
     parallel_tool_calls: bool | None = None
-    """This and what follows has no effect, whatever the value."""
+    """This and the following parameters have no effect, whatever their values."""
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -368,7 +373,7 @@ class InvalidKey(InvalidRequest):
     def __init__(self, message: str, param: str | None) -> None:
         super().__init__(message, param)
         self.param = param
-        """Its path, as `messages[0].content[1]`; None: the request as a whole."""
+        """The path of the key, such as `messages[0].content[1]`; None: the request as a whole."""
 
 
 class UnknownModel(NotFound):
@@ -384,7 +389,7 @@ def parse(document: Mapping[str, Any], engine: LlmEngine = "transformers") -> Ch
 
 
 def invalid(error: ValidationError) -> InvalidKey:
-    """An error that names the first problems; bounds their number and the time they take."""
+    """Returns an error that names the first problems; limits their number and the time spent."""
     count = error.error_count()
     if count > MOST_PROBLEMS:
         return InvalidKey(f"the request: {count} keys or values are not supported here", None)
@@ -410,12 +415,12 @@ def reason(problem: Mapping[str, Any]) -> str:
         return "missing; add it"
     said = str(problem["msg"])
     if problem["type"] == "value_error":
-        return said.removeprefix("Value error, ")  # pydantic's, for our validators
+        return said.removeprefix("Value error, ")  # added by pydantic to our validators' messages
     return f"wrong value; {said[0].lower()}{said[1:]}"
 
 
 def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
-    """The image or video as an item to be admitted. Raises InvalidKey."""
+    """Returns the image or video as an item to be admitted. Raises InvalidKey."""
     kind = KINDS[part.type]
     url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
     if url[: len(DATA_URL)].lower() != DATA_URL:

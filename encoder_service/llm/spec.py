@@ -1,4 +1,4 @@
-"""What a language model is, read from its config.json alone, without torch."""
+"""Reads what the service must know of a language model from its config.json, without torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class LlmSpec:
     revision: str | None
     dtype: ModelDtype
     dummy: bool
-    """Random weights: its text means nothing."""
+    """Whether weights are random, so that generated text is meaningless."""
     deepstack: int
     """How many deepstack features follow the main ones in a row of an embedding."""
     image_token_id: int
@@ -33,7 +33,7 @@ class LlmSpec:
     video_token_id: int
     """Placeholder for a video in the template's output and, for most families, for each row."""
     video: VideoSizing | None
-    """How the encoders cut up videos. None: they take none."""
+    """How the encoders divide videos into groups of frames. None: they take no videos."""
     video_style: VideoStyle
     max_model_len: int
     """Maximum prompt plus completion length in tokens."""
@@ -44,7 +44,7 @@ class LlmSpec:
 
 
 def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
-    """The spec of `llm.model`, or else `model`. Raises CheckpointError, ConfigError."""
+    """Reads the spec of `llm.model`, by default `model`. Raises CheckpointError, ConfigError."""
     own = options.model or model
     files = find(own)
     config = files.read_json("config.json") or {}
@@ -93,7 +93,7 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
 
 
 def check_vllm(own: ModelOptions, files: Files, tower: ModelSpec) -> None:
-    """Raises ConfigError where vLLM is not installed, or does not take this model."""
+    """Raises ConfigError if vLLM is not installed, or does not support this model."""
     if find_spec("vllm") is None:
         raise ConfigError(
             "llm.engine is vllm, but the package vllm is not installed here: "

@@ -1,7 +1,8 @@
-"""`llm.engine: vllm`: vLLM's AsyncLLM over our embeddings. It batches completions continuously.
+"""`llm.engine: vllm`: vLLM's AsyncLLM with our embeddings. It batches completions continuously.
 
-It gets tokens with a placeholder for every row, and the rows: neither its processor nor its vision
-tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and vllm/multimodal/inputs.py.
+vLLM gets tokens with a placeholder for every row, and the rows, so neither its processor nor its
+vision tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
+vllm/multimodal/inputs.py.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ log = logging.getLogger("ray.serve")
 
 REASONS: dict[str, Reason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 AT_ONCE = 2**31 - 1
-"""Tokens per output of a completion that nobody sees before its end."""
+"""`stream_interval`, in tokens, of a completion that is not streamed: it comes as one output."""
 RENAMED = {"response_format", "top_logprobs"}
-"""Fields of VllmParams that vLLM's SamplingParams has not."""
+"""Fields of VllmParams that vLLM's SamplingParams does not have."""
 
 
 def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[str, Any]:
-    """Of AsyncEngineArgs. Raises ConfigError for keys of llm.engine_args that are decided here."""
+    """Arguments of AsyncEngineArgs. Raises ConfigError if llm.engine_args repeats one of these."""
     decided: dict[str, Any] = {
         "model": own.id,
         "revision": own.revision,
@@ -59,7 +60,7 @@ def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[s
         "max_model_len": spec.max_model_len,
         "tensor_parallel_size": options.tensor_parallel_size,
         "enable_mm_embeds": True,
-        # Without its tower, vLLM (0.32, 0.33) ignores deepstack features, too.
+        # Without its tower, vLLM (0.32, 0.33) ignores deepstack features too.
         "limit_mm_per_prompt": {} if spec.deepstack else {"image": 0, "video": 0},
         "skip_mm_profiling": True,  # the tower never runs
         "mm_processor_cache_gb": 0,  # the encoders have a cache
@@ -72,7 +73,7 @@ def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[s
 def sampling_params(
     sampling: VllmParams, max_tokens: int, stream: bool, defaults: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Of vLLM's SamplingParams; `structured_outputs` are StructuredOutputsParams' arguments.
+    """Arguments of vLLM's SamplingParams, and in `structured_outputs` of StructuredOutputsParams.
 
     defaults: those of the checkpoint's generation_config.json.
     """
@@ -97,26 +98,27 @@ class Feature:
     placed: Placed
     offset: int
     rows: list[bool]
-    """Of each token from `offset` on: whether it is a row, or text between rows."""
+    """For each token from `offset` on, whether it is a row; text between rows is not."""
 
 
 def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
     places = (place for place, kind in enumerate(made.kinds) if kind != TEXT)
     for one in made.placed:
         own = list(islice(places, one.tokens))
-        # vLLM looks for the mark before each group of frames.
+        # vLLM looks for the start token before each group of frames, so the span begins with it.
         marked = one.kind == "video" and spec.video_style.before != ""
         offset = own[0] - marked
         yield Feature(one, offset, [kind != TEXT for kind in made.kinds[offset : own[-1] + 1]])
 
 
 def identity(media: Media, one: Placed) -> str:
-    """Equal for equal rows: vLLM's prefix cache knows images by it."""
+    """A hash that is equal for equal rows. vLLM's prefix cache identifies images by it."""
     return hashlib.sha256(repr((media.identity, one.grid_thw)).encode()).hexdigest()
 
 
 def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Document, ...]:
-    """In OpenAI's form. logprobs: of each token, a mapping of token ids to vLLM's Logprob."""
+    """Log probabilities in OpenAI's form. logprobs: per token, a mapping of ids to vLLM's
+    Logprob."""
 
     def shown(one: Any) -> Document:
         text = one.decoded_token or ""
@@ -135,7 +137,7 @@ def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Docume
 
 
 class VllmEngine:
-    """chat.ChatEngine whose scheduler and workers are processes of vLLM's."""
+    """A chat.ChatEngine whose scheduler and workers are vLLM's own processes."""
 
     def __init__(self, options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> None:
         from vllm import AsyncEngineArgs
@@ -200,7 +202,7 @@ class VllmEngine:
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
 
     def _prompt(self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]) -> Any:
-        """vLLM's EngineInput: what its own processor would give for embeddings."""
+        """Builds vLLM's EngineInput as its own processor would for embeddings."""
         from vllm.inputs import mm_input, tokens_input
         from vllm.multimodal.inputs import (
             MultiModalFieldConfig,
@@ -246,7 +248,7 @@ class VllmEngine:
             self._exit()
 
     def _exit(self) -> NoReturn:
-        """The replica ends at once: requests are retried elsewhere, and Serve starts another."""
+        """Exits the replica, so that requests are retried elsewhere and Serve starts another."""
         log.critical("vLLM's engine has died: the replica exits")
         os._exit(1)
 

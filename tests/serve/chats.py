@@ -1,4 +1,4 @@
-"""Chats as a client has them, and what may be seen of a service that answers them."""
+"""Chat requests as a client sends them, and the effects that can be seen in a service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.images import jpeg
 PATH = "/v1/chat/completions"
 MODEL = "qwen3vl-tiny"
 LONG = 4000
-"""Tokens of an answer that takes seconds: the preset's model never ends by itself."""
+"""Tokens of an answer that takes seconds: the preset's model never stops by itself."""
 
 
 def data_url(data: bytes) -> str:
@@ -25,7 +25,7 @@ def data_url(data: bytes) -> str:
 
 
 def asked(*images: bytes, text: str = "What is it?", **options: Any) -> dict[str, Any]:
-    """A request with images before its text; greedy."""
+    """A greedy request with images before its text."""
     parts: list[dict[str, Any]] = [
         {"type": "image_url", "image_url": {"url": data_url(image)}} for image in images
     ]
@@ -36,7 +36,7 @@ def asked(*images: bytes, text: str = "What is it?", **options: Any) -> dict[str
 
 @contextmanager
 def begun(http: httpx.Client) -> Iterator[Iterator[str]]:
-    """A long answer of which the first text has come: the lines that follow."""
+    """Starts a long answer; yields its remaining lines once its first text has come."""
     request = asked(jpeg(64, 64), max_tokens=LONG, stream=True)
     with http.stream("POST", PATH, json=request) as answer:
         lines = answer.iter_lines()
@@ -52,14 +52,14 @@ def text_of(http: httpx.Client, request: dict[str, Any]) -> str:
 
 
 def read_events(body: str) -> list[dict[str, Any]]:
-    """The events of a stream that came to its end."""
+    """The events of a stream that has come to its end."""
     lines = [line.removeprefix("data: ") for line in body.splitlines() if line]
     assert lines[-1] == "[DONE]"
     return [json.loads(line) for line in lines[:-1]]
 
 
 def count(http: httpx.Client, name: str, **labels: str) -> float:
-    """Of all replicas."""
+    """Sum over all replicas."""
     page = http.get("/metrics").text
     return sum(
         sample.value

@@ -19,14 +19,14 @@ from tests.serve.tiny import GRPC_PORT
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the cluster listens."""
+    """Where the cluster listens and writes its logs."""
 
     http: str
     grpc: str
     logs: Path
-    """Where Serve's replicas write theirs."""
+    """Where Serve's replicas write their logs."""
     ray_metrics: str
-    """Ray's own page."""
+    """URL of Ray's own metrics."""
 
 
 @pytest.fixture(scope="package")
@@ -36,7 +36,7 @@ def cluster() -> Iterator[Cluster]:
     http_port, metrics_port = free_ports(2)
     ray.init(
         address="local",
-        num_cpus=32,  # logical: replicas ask for a tenth
+        num_cpus=32,  # logical ones: replicas ask for a tenth
         include_dashboard=False,
         object_store_memory=400_000_000,
         _temp_dir=f"{home}/ray",

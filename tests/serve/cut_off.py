@@ -1,4 +1,4 @@
-"""The network between two nodes loses everything. Run by test_several_nodes.py, as root."""
+"""The network between two nodes drops all packets. Run by test_several_nodes.py, as root."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ HERE, THERE = "10.77.0.1", "10.77.0.2"
 IMAGES = [jpeg(side, 96 + place) for side in (64, 256) for place in range(8)]
 """Rows of 0.2 and of 1.2 MB."""
 MOST_SECONDS = 4.0
-"""What a request may take that the lost node had: half a second, 1.5 s for a probe, and a load."""
+"""Maximum time of requests on the lost node: half a second, 1.5 s for a probe, and a load."""
 
 
 def options(folder: Path) -> ServiceOptions:
-    """Each node has room for one encoder, and the first one for the ingress."""
+    """Each node has room for one encoder; the first one also for the ingress."""
     return parse(
         {
             "model": wide(folder).model_dump(),
@@ -54,7 +54,7 @@ def shell(command: str) -> None:
 
 @contextmanager
 def second_network() -> Iterator[str]:
-    """A network namespace with a cable to this one; the prefix of commands in it."""
+    """A network namespace with a cable to this one. Yields the prefix of commands inside."""
     with subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) as owner:
         inside = f"nsenter --net=/proc/{owner.pid}/ns/net"
         time.sleep(0.5)
@@ -122,7 +122,7 @@ def main() -> None:
 
 
 def under_load(url: str, inside: str) -> list[float]:
-    """Seconds of each request while the network is lost after two seconds. None may fail."""
+    """Returns the seconds of each request. The network is lost after two seconds; none may fail."""
     taken: list[float] = []
     end = time.monotonic() + 8
 
@@ -137,7 +137,7 @@ def under_load(url: str, inside: str) -> list[float]:
         one.start()
     time.sleep(2)
     before = len(taken)
-    # Packets go to an address that nobody has: no error, no answer.
+    # Packets go to an address that nobody has, so that there is neither an error nor an answer.
     nobody = "lladdr 02:00:00:00:00:01 nud permanent"
     shell(f"ip neigh replace {THERE} dev es0 {nobody}")
     shell(f"{inside} ip neigh replace {HERE} dev es1 {nobody}")

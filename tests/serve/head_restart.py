@@ -40,7 +40,7 @@ PAGES = ("/healthz", "/readyz", "/v1/model", "/v1/status", "/metrics")
 
 @contextmanager
 def state_in_redis(folder: Path) -> Iterator[dict[str, Any]]:
-    """Options of a head, whose address stays the same when it is started again."""
+    """Options of a head node whose address stays the same when it is started again."""
     redis_port, port = free_ports(2)
     password = token_hex(32)
     settings = f"bind 127.0.0.1\nport {redis_port}\nrequirepass {password}\ndir {folder}\n"
@@ -86,13 +86,13 @@ def document(folder: Path, counts: dict[str, int]) -> dict[str, Any]:
 
 
 def processes() -> dict[str, int]:
-    """Of all replicas."""
+    """Process ids of all replicas."""
     names = (name for each in ("Encoder", "Ingress", "Router") for name in replicas(each))
     return {name: process(name) for name in names}
 
 
 def lose(head: Node, workers: Sequence[Node]) -> None:
-    """The head is away for a while, under load. Then an encoder dies, too."""
+    """The head is down for a while, under load. Then an encoder dies too."""
     within(60, lambda: all(ready(one) == 2 for one in workers))
     with Client(workers[0].http) as client:
         known = known_files(client, IMAGES)

@@ -1,6 +1,7 @@
-"""Ray clusters of several nodes on this machine, each with a raylet and an object store of its own.
+"""Ray clusters of several nodes on this machine, each with its own raylet and object store.
 
-A process is in one Ray cluster at a time, so tests run these in another one: test_several_nodes.py.
+A process can be in only one Ray cluster at a time, so test_several_nodes.py runs these tests in
+processes of their own.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ STORE_BYTES = 100_000_000
 class Node:
     id: str
     raylet: int
-    """Its process."""
+    """Its process id."""
     http: str
     """Where its proxy listens."""
     again: Callable[[], Node]
     """Starts another node with the same options and port, once this one is lost."""
     end: Callable[[], None]
-    """Kills its raylet, and on the head also Ray's other servers."""
+    """Kills its raylet and, on the head, Ray's other servers too."""
 
     def signal(self, number: signal.Signals) -> None:
-        """To all processes of the node."""
+        """Sends a signal to all processes of the node."""
         for process in family(self.raylet):
             with suppress(ProcessLookupError):
                 os.kill(process, number)
@@ -45,13 +46,13 @@ class Node:
 
 @contextmanager
 def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
-    """A cluster; this process is on its first node. `wanted`: CPUs and resources of each."""
+    """A cluster, with this process on its first node. `wanted`: CPUs and resources of each node."""
     cluster = Cluster()
     ports = free_ports(len(wanted))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
     def add(port: int, options: dict[str, Any]) -> Node:
-        # All are on one address. The first node's proxy takes the port of `http_options`.
+        # All nodes share one address. The first node's proxy takes the port of `http_options`.
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
         os.environ.update(ha_proxy(f"{os.environ['RAY_TMPDIR']}/{port}", most_files))
         node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
@@ -79,7 +80,7 @@ def connect(address: str) -> None:
 
 
 def node_of(actor: str) -> str:
-    """Of a replica, by its actor's name."""
+    """The node of a replica, by its actor's name."""
     handle = ray.get_actor(actor, namespace="serve")
     found: str = ray.get(
         handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())

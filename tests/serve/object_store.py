@@ -1,4 +1,4 @@
-"""What Ray's object stores hold, and a process beside them."""
+"""What Ray's object stores hold, and the memory of processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Used:
 
 
 def used() -> Used:
-    """Now, on all nodes."""
+    """What is used now, on all nodes."""
     found = [
         node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
         for node in ray.nodes()
@@ -32,16 +32,16 @@ def used() -> Used:
 
 
 def own_private_bytes(_: object) -> int:
-    """Of the process that this runs in."""
+    """Private memory of the process that this runs in, in bytes."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
 
 def direct_objects(_: object) -> int:
-    """Of Ray's direct transport, that the process that this runs in knows of."""
+    """Objects of Ray's direct transport known to the process that this runs in."""
     return len(ray._private.worker.global_worker.rdt_manager._managed_rdt_metadata)
 
 
 def own_process(_: object) -> int:
-    """Its id, of the process that this runs in."""
+    """Id of the process that this runs in."""
     return os.getpid()

@@ -1,4 +1,4 @@
-"""An encoder without a model: it sleeps by patches, one shard at a time, and answers with digests.
+"""An encoder without a model. It sleeps by patches, one shard at a time, and returns digests.
 
 Runs in Serve replicas, beside the real Router.
 """
@@ -40,13 +40,13 @@ from router.router import Router, RouterStatus
 
 SECONDS_PER_PATCH = 10e-6
 MAX_CALLS = 256
-"""That one encoder takes at a time."""
+"""Calls that one encoder takes at a time."""
 BAD = b"bad"
-"""Items that begin so are answered with an error."""
+"""Items that begin with this are answered with an error."""
 HELD = b"held"
-"""Items that begin so occupy their encoder until it is told to let go."""
+"""Items that begin with this occupy their encoder until `let_go`."""
 BIG = b"big"
-"""Items that begin so are answered with BIG_BYTES, zeros after the digest, in shared memory."""
+"""Items that begin with this are answered with BIG_BYTES in shared memory: digest, then zeros."""
 BIG_BYTES = 4 * 2**20
 DIGEST_BYTES = 32
 DRAIN_SECONDS = 3
@@ -76,7 +76,7 @@ class StandIn:
         waiting_per_sent: float = 0,
         early: Callable[[Reply], None] | None = None,
     ) -> Reply:
-        """Data is the digest of each item, as bytes. With `early` items take their turns."""
+        """Answers with the digest of each item, as bytes. With `early`, items take turns."""
         work = Work.of(item.plan.work for item in media)
         self.outstanding = Work.of([self.outstanding, work])
         left = list(range(len(media)))
@@ -120,26 +120,27 @@ class StandIn:
         return False
 
     async def log(self) -> tuple[str, list[str]]:
-        """Id, and the digests of the last 1,000 items: so many that Ray sends them by value.
+        """The replica's id, and the digests of its last 1,000 items, few enough that Ray sends them
+        by value.
 
         Ray aborts the caller if a broadcast's answer of over 100 KB is dropped as soon as it comes.
         """
         return self.replica, list(self.encoded)
 
     async def hold(self) -> None:
-        """From now on held items wait."""
+        """From now on, held items wait."""
         self._let_go.clear()
 
     async def let_go(self) -> None:
-        """Held items go on, those that are to come too."""
+        """Held items continue, and so do later ones."""
         self._let_go.set()
 
     async def sicken(self) -> None:
-        """From now on the health check fails."""
+        """From now on, the health check fails."""
         self.sick = True
 
     async def feel(self, mood: str) -> None:
-        """How metrics are answered from now on: "answers", "fails" or "hangs"."""
+        """How scrapes are answered from now on: "answers", "fails" or "hangs"."""
         self.mood = mood
 
     async def scrape(self) -> tuple[str, str]:
@@ -170,7 +171,7 @@ class StandIn:
 
 
 def item(number: int, patches: int, kind: bytes = b"item") -> Media:
-    """An item like no other number's."""
+    """An item that differs from that of any other number."""
     data = b"%s %d" % (kind, number)
     plan = ItemPlan((1, 2, patches // 2), patches, patches // 4, (patches // 4,))
     return Media("image", data, plan, hashlib.sha256(data).hexdigest())
@@ -189,7 +190,8 @@ def right(media: list[Media], answers: list[Answer]) -> bool:
 def encoders(
     count: int, version: int = 1, resources: dict[str, float] | None = None
 ) -> serve.Application:
-    """So many, without a router. Another version: a rolling update. `resources`: of a node."""
+    """`count` encoders without a router. Another `version` causes a rolling update. `resources`:
+    those that each encoder takes of its node."""
     return serve.deployment(
         StandIn,
         name="Encoder",
@@ -210,7 +212,7 @@ def routed(
     options: RouterOptions,
     resources: dict[str, float] | None = None,
 ) -> serve.Application:
-    """A router to encoders, of this application or another."""
+    """A router to encoders of this application or of another one."""
     return serve.deployment(
         Router,
         name="Router",
@@ -227,7 +229,7 @@ def status(router: DeploymentHandle) -> RouterStatus:
 
 
 def within(seconds: float, true: Callable[[], bool]) -> None:
-    """Fails unless it becomes true in time."""
+    """Waits until `true` holds; fails if it does not in time."""
     until = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < until, "not in time"

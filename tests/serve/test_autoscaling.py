@@ -1,4 +1,4 @@
-"""Encoders come with outstanding patches and go with them; no request fails meanwhile."""
+"""Encoders are added for outstanding patches and removed after them; no request fails meanwhile."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ SCALING = {
 
 
 def encoders() -> int:
-    """Replicas that are running."""
+    """How many replicas are running."""
     states = serve.status().applications["scaled"].deployments["Encoder"].replica_states
     return int(states.get("RUNNING", 0))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 200) -> None:
-    """Until it holds; fails after so long."""
+    """Waits until the condition holds; fails after `seconds`."""
     deadline = monotonic() + seconds
     while not condition():
         assert monotonic() < deadline
@@ -51,7 +51,7 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
     stop = Event()
 
     def load() -> int:
-        """Requests that were answered; raises what failed."""
+        """Sends requests; returns how many were answered. Raises if one failed."""
         answered = 0
         with Client(cluster.http) as client:
             while not stop.is_set():

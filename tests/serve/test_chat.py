@@ -57,7 +57,7 @@ def test_an_answer_says_what_it_took(http: httpx.Client) -> None:
     (choice,) = answer["choices"]
     assert choice["message"]["role"] == "assistant"
     assert choice["finish_reason"] == "length"
-    # A byte is a token; an image of n rows takes n + 2 tokens with its marks.
+    # A byte is a token. An image of n rows takes n + 2 tokens, with those around it.
     text = "<|im_start|>user\n" + "What is it?" + "<|im_end|>\n" + "<|im_start|>assistant\n"
     marks = text.count("<|im")
     letters = len(text.replace("<|im_start|>", "").replace("<|im_end|>", ""))
@@ -96,7 +96,7 @@ def test_a_video_beside_an_image(http: httpx.Client) -> None:
         chat["messages"][0]["content"].insert(0, {"type": "video_url", "video_url": {"url": url}})
         answers.append(http.post(PATH, json=chat).json())
     plain = http.post(PATH, json=asked(jpeg(64, 64))).json()["usage"]["prompt_tokens"]
-    # Of each group 6 rows, 2 marks, "<0.0 seconds>"; 2 marks around all.
+    # Each group has 6 rows, 2 marks and "<0.0 seconds>"; 2 marks surround all.
     assert [one["usage"]["prompt_tokens"] - plain for one in answers] == [44, 44, 23]
     assert len({one["choices"][0]["message"]["content"] for one in answers}) == 3
 
@@ -157,7 +157,7 @@ def test_what_is_wrong_is_said_in_openai_s_shape(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_bad_image_is_named(http: httpx.Client, stream: bool) -> None:
-    torn = jpeg(320, 240)[:2000]  # its header is sound: the encoder finds out
+    torn = jpeg(320, 240)[:2000]  # its header is intact, so only the encoder notices
     for image, status in ((b"no image at all", 400), (torn, 400)):
         answer = http.post(PATH, json=asked(jpeg(64, 64), image, stream=stream))
         assert answer.status_code == status, answer.text
@@ -182,7 +182,7 @@ def test_who_hangs_up_ends_the_generation(http: httpx.Client) -> None:
     before = count(http, "encoder_chat_answers_total", finish="cancelled")
     with begun(http):
         pass
-    # LONG tokens were asked for: the answer ended because nobody listens, not by its length.
+    # LONG tokens were requested, so the answer ended because nobody reads it, not by its length.
     within(60, lambda: count(http, "encoder_chat_answers_total", finish="cancelled") == before + 1)
 
 
@@ -199,7 +199,7 @@ def test_what_is_too_much_waits_or_is_refused(http: httpx.Client) -> None:
         within(60, lambda: bool(answers))
     for caller in callers:
         caller.join(timeout=100)
-    refused = answers[0]  # those that wait are answered after it
+    refused = answers[0]  # waiting requests are answered later
     assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "overloaded"
     assert int(refused.headers["retry-after"]) >= 1
@@ -208,7 +208,7 @@ def test_what_is_too_much_waits_or_is_refused(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("deployment", ["Encoder", "Router"])
 def test_who_encodes_dies_under_chats(http: httpx.Client, deployment: str) -> None:
-    """Callers that never pause, before, while and after: all are answered, and right."""
+    """Callers send without pause before, during and after the loss. All get right answers."""
     request = asked(jpeg(96, 64))
     text = text_of(http, request)
     texts: list[str] = []
@@ -243,10 +243,10 @@ def test_a_language_model_dies_under_its_answers(http: httpx.Client) -> None:
         caller.start()
         (victim,) = actors("Chat")
         ray.kill(victim)
-        # The stream says that it is broken: it is neither silent nor begun again.
+        # The stream reports that it broke: it neither falls silent nor starts over.
         *_, last = read_events("\n".join(lines))
     assert last["error"]["type"] == "unavailable"
-    # What was not begun is answered by the replica that takes the dead one's place.
+    # Requests that had not begun are answered by the replica that takes the dead one's place.
     caller.join(timeout=100)
     assert whole == [text]
     within(100, lambda: http.get("/readyz").json().get("ready_llm_replicas") == 1)

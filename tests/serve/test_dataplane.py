@@ -1,4 +1,4 @@
-"""`bench dataplane`: every way arrives, and the table has a line for each."""
+"""`bench dataplane`: data arrives in every way, and the table has a row for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the overlays of k8s/ serve really deploys, the way that KubeRay sends it."""
+"""The configurations in the overlays of k8s/ can be deployed, in the way that KubeRay does it."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ SMALL: dict[str, Any] = {
     "device": "cpu",
     "drain_timeout_seconds": 2,
 }
-"""Of the encoder, for a machine without a GPU."""
+"""Encoder options for a machine without a GPU."""
 
 
 def served(overlay: str) -> dict[str, Any]:
-    """serveConfigV2, as it is written into the overlay."""
+    """serveConfigV2 as written in the overlay."""
     written = yaml.safe_load((OVERLAYS / overlay / "serve-config.yaml").read_text())
     document: dict[str, Any] = yaml.safe_load(written["spec"]["serveConfigV2"])
     return document
 
 
 def deploy(document: dict[str, Any]) -> None:
-    """Sends it to the controller, and waits until it runs."""
+    """Sends the document to the controller, and waits until it runs."""
     _get_global_client().deploy_apps(ServeDeploySchema(**document))
     (application,) = document["applications"]
     deadline = monotonic() + 240
@@ -56,8 +56,8 @@ def deploy(document: dict[str, Any]) -> None:
 
 
 def changed_while_it_runs(cluster: Cluster, document: dict[str, Any]) -> None:
-    """Limits and a policy, under load: nothing restarts and no request fails. Nor does a wrong
-    `user_config` change anything."""
+    """Changes limits and a policy under load: nothing restarts and no request fails. Nor does a
+    wrong `user_config` change anything."""
     (application,) = document["applications"]
     before, seen, ended = actors(), list[int](), Event()
 

@@ -1,4 +1,4 @@
-"""Rows from device to device by NIXL, which moves the CPU's memory in the same way.
+"""Rows move from device to device by NIXL, which moves the CPU's memory in the same way.
 
 Runs where the extra `nixl` is installed.
 """
@@ -50,7 +50,7 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 
 EMBEDDING_BYTES = 25 * WIDTH * 4
 ROOM = 4
-"""Embeddings that an encoder's memory for readers holds."""
+"""Embeddings for which an encoder's memory for readers has room."""
 FEW = {"num_cpus": 0.1}
 
 
@@ -60,7 +60,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
 
 
 class Consumer:
-    """In the place of a language model."""
+    """Stands in for a language model."""
 
     def __init__(self) -> None:
         router = serve.get_deployment_handle("Router", "nixl")
@@ -69,22 +69,23 @@ class Consumer:
         self.held: list[Answer] = []
 
     async def encode(self, media: list[Media]) -> list[tuple[bool, str, list[float]]]:
-        """Of each: whether it came from the device, its source, and sums of its rows."""
+        """For each item: whether it came from the device, its source, and the sums of its rows."""
         return [
             told(one) for one in await encode_here(self.router.remote, media, *HOW, self.reader)
         ]
 
     async def hold(self, media: list[Media]) -> list[bool]:
-        """Keeps answers without reading them. Which of them lie on the encoder's device."""
+        """Keeps answers without reading them. Returns which of them lie on the encoder's device."""
         self.held = await self.router.remote([replace(m, on_device=True) for m in media], *HOW)
         return [await is_remote(one) for one in self.held]
 
     async def let_go(self) -> None:
-        """Of what it holds."""
+        """Drops the answers that it keeps."""
         self.held = []
 
     async def encode_and_kill(self, media: list[Media], processes: dict[str, int]) -> list[int]:
-        """An encoder dies between its answer and the reading of it. Items of each attempt."""
+        """Kills an encoder between its answer and the reading of it. Returns the items per
+        attempt."""
         calls: list[int] = []
 
         async def encode(media: list[Media], dtype: Dtype, seconds: float) -> list[Answer]:
@@ -102,7 +103,7 @@ class Consumer:
         return calls
 
     async def read_for_ever(self, embedding: Embedding) -> None:
-        """Until it is seen that it is lost."""
+        """Reads until the embedding is known to be lost."""
         while await self.reader.here(embedding):
             await asyncio.sleep(0.05)
 
@@ -148,12 +149,12 @@ def spec(model: ModelOptions) -> ModelSpec:
 
 
 def item(spec: ModelSpec, name: str) -> Media:
-    """An image like no other."""
+    """An image that differs from all others."""
     return probe(jpeg(160, 160) + name.encode(), "image", spec, LimitOptions())
 
 
 def taken(cluster: Cluster) -> float:
-    """Bytes of all encoders that are to be read, by their metrics."""
+    """Bytes that all encoders hold for readers, by their metrics."""
     page = httpx.get(f"{cluster.http}/metrics", timeout=30).text
     lines = [line for line in page.splitlines() if line.startswith("encoder_nixl_bytes{")]
     assert len(lines) == 2
@@ -161,7 +162,7 @@ def taken(cluster: Cluster) -> float:
 
 
 def processes() -> dict[str, Any]:
-    """Handles of the actors of both applications, by their names."""
+    """Handles of the actors of both applications, by name."""
     return {
         actor["name"]: ray.get_actor(actor["name"], namespace=actor["namespace"])
         for actor in ray.util.list_named_actors(all_namespaces=True)
@@ -186,7 +187,7 @@ def test_rows_are_those_of_shared_memory(
 def test_memory_is_free_when_its_readers_are_through(
     cluster: Cluster, consumer: DeploymentHandle, spec: ModelSpec
 ) -> None:
-    """Ten times what there is room for, a few at a time; Ray knows of none of them any more."""
+    """Reads ten times what there is room for, a few at a time. Ray then knows of none any more."""
     found = []
     for turn in range(20):
         media = [item(spec, f"{turn} {place}") for place in range(4)]

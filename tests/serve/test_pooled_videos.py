@@ -1,4 +1,4 @@
-"""Videos that have fewer rows than tokens computed, the whole way, beside images: transformers'."""
+"""Videos with fewer rows than computed tokens, end to end, beside images: transformers' rows."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZE = Size(120, 80)
 
 @contextmanager
 def served(folder: Path, cluster: Cluster, budgets: Sequence[int]) -> Iterator[Client]:
-    """A replica on the CPU."""
+    """Runs a replica on the CPU."""
     args: dict[str, Any] = {
         "model": {"id": str(folder), "dtype": "float32"},
         "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
@@ -59,7 +59,7 @@ def served(folder: Path, cluster: Cluster, budgets: Sequence[int]) -> Iterator[C
 
 
 def video_of(tower: Tower, count: int) -> Item:
-    """The first images as the frames of a list."""
+    """The first images as frames of a video."""
     frames = [decode(one) for one in IMAGES[:count]]
     return patchify_video(tower.spec, Clip(SIZE, count, 1.0, chosen=True), frames)
 

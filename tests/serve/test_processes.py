@@ -1,4 +1,4 @@
-"""A service whose replicas decode in processes: the same rows; one that is killed costs none."""
+"""Replicas that decode in processes give the same rows, and lose none if a process is killed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.extended
 
 
 def processes() -> list[int]:
-    """Those that decode, of this cluster: another worker's tests may have their own."""
+    """Ids of this cluster's decoder processes: another worker's tests may have their own."""
     found = []
     for process in ours():
         try:
             words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
         except OSError:
-            continue  # it has ended meanwhile
+            continue  # it has exited meanwhile
         if b"actors.media.decode_worker" in words:
             found.append(process)
     return found

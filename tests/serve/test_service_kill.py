@@ -32,11 +32,11 @@ pytestmark = pytest.mark.extended
 CALLERS = 3
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 TOLERANCE = 1e-3
-"""float32; an item may share other packs than it did when it was alone."""
+"""For float32: an item may share other packs than when it was alone."""
 
 
 def args(cache_bytes: int = 0) -> dict[str, Any]:
-    """Two ingress replicas, each with its router; three encoders, replaced quickly."""
+    """Two ingress replicas, each with its router, and three encoders that are replaced quickly."""
     made = copy.deepcopy(ARGS)
     del made["auth"], made["limits"]
     made["encoder"] |= {"replicas": 3, "health_check_period_seconds": 1}
@@ -47,7 +47,7 @@ def args(cache_bytes: int = 0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def files(cluster: Cluster) -> Iterator[dict[bytes, np.ndarray[Any, Any]]]:
-    """Images and the rows that the service gives for each alone."""
+    """Images, and the rows that the service returns for each alone."""
     serve.run(build(args()), name="hardy", route_prefix="/")
     images = [jpeg(side, SIDES[-1 - i]) for i, side in enumerate(SIDES)]
     with Client(cluster.http) as client:
@@ -57,7 +57,7 @@ def files(cluster: Cluster) -> Iterator[dict[bytes, np.ndarray[Any, Any]]]:
 
 @contextmanager
 def load(url: str, files: dict[bytes, np.ndarray[Any, Any]]) -> Iterator[None]:
-    """Callers that never pause, before, while and after the block runs. All must be right."""
+    """Callers send without pause before, during and after the block. All answers must be right."""
     stop = threading.Event()
     outcomes: list[str] = []
 
@@ -95,7 +95,7 @@ def encoders() -> list[str]:
 
 
 def ready_replicas(url: str) -> int:
-    """Encoders that the ingress would give work to."""
+    """How many encoders the ingress would give work to."""
     count: int = httpx.get(f"{url}/readyz").json()["ready_replicas"]
     return count
 
@@ -150,7 +150,7 @@ def test_references_are_found_through_every_ingress_until_their_replica_ends(
 
 
 def gone(client: Client, reference: str) -> bool:
-    """Whether it is not found; False while its replica is merely not to be reached."""
+    """Whether it is not found. False if its replica merely cannot be reached."""
     with pytest.raises(ServiceError) as raised:
         client.fetch(reference)
     assert raised.value.type in ("not_found", "unavailable")

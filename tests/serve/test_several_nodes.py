@@ -1,4 +1,4 @@
-"""Clusters of several nodes, each test in a process of its own."""
+"""Clusters of several nodes, each test in its own process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_all_nodes_do_their_part(program: str) -> None:
     if program == "head_restart" and not which("redis-server"):
         pytest.skip("it needs redis-server, as in Debian's package redis-server")
     command = [sys.executable, "-m", f"tests.serve.{program}"]
-    # A short path: those of sockets have a limit.
+    # A short path, because socket paths have a limit.
     with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
         os.mkdir(f"{home}/ray")
         found = subprocess.run(

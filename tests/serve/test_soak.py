@@ -1,4 +1,4 @@
-"""Thousands of embeddings through every way out: memory ends where it began, nothing is spilled.
+"""Thousands of embeddings by every way out: memory ends where it began, and nothing is spilled.
 
 `make soak` runs 10,000; the other tests a few hundred.
 """
@@ -35,9 +35,9 @@ pytestmark = pytest.mark.extended
 TOKENS = 25
 EMBEDDING_BYTES = TOKENS * WIDTH * 4
 KEPT_BYTES = 20 * 2**20
-"""Of the cache, and as many for references, in each of two replicas."""
+"""Size of the cache, and of the references, in each of two replicas."""
 ROUND = 10
-"""Embeddings of one round, of which two by reference; one image is in every round."""
+"""Embeddings of one round, two of them by reference. One image is in every round."""
 CALLERS = 3
 
 
@@ -89,7 +89,7 @@ def test_memory_ends_where_it_began(
     before = soak.settled()
     spilled, memory = used().spilled_bytes, private_bytes()
     asyncio.run(soak.run(embeddings))
-    assert soak.found > embeddings // ROUND // 2  # the image of every round, in the cache
+    assert soak.found > embeddings // ROUND // 2  # the image that is in every round, from the cache
     after = soak.settled()
     print(f"{embeddings} embeddings of {EMBEDDING_BYTES} bytes; object store {before} -> {after}")
     for process, size in private_bytes().items():
@@ -100,7 +100,7 @@ def test_memory_ends_where_it_began(
 
 
 class Soak:
-    """Callers that take embeddings by value, by handle and by reference."""
+    """Callers that get embeddings by value, by handle and by reference."""
 
     def __init__(self, url: str, router: DeploymentHandle, spec: ModelSpec) -> None:
         self.url = url
@@ -111,7 +111,7 @@ class Soak:
         self.found = 0
 
     async def run(self, embeddings: int) -> None:
-        """So many, in rounds, a few at a time."""
+        """Gets `embeddings` embeddings in rounds, a few at a time."""
         rounds = iter(range(embeddings // ROUND))
 
         async def caller(client: AsyncClient) -> None:
@@ -122,7 +122,7 @@ class Soak:
             await asyncio.gather(*(caller(client) for _ in range(CALLERS)))
 
     async def round(self, client: AsyncClient) -> None:
-        """Five over HTTP, of which one is the same in every round; three by handle; two by id."""
+        """Five over HTTP, one of which is the same in every round; three by handle; two by id."""
         answers = await client.encode([self.image, *self.images(4)], "float32")
         assert all(len(one.data) == EMBEDDING_BYTES for one in answers)
         self.found += answers[0].source == "cache"
@@ -132,7 +132,7 @@ class Soak:
             await client.release(kept.reference)
 
     async def by_handle(self, images: Sequence[bytes]) -> None:
-        """As a language model does."""
+        """Gets them as a language model does."""
         media = [probe(image, "image", self.spec, LimitOptions()) for image in images]
         raw = await self.router.encode.remote(media[:1], "float32", 60.0)
         assert isinstance(raw[0].data, SharedBytes)
@@ -140,18 +140,18 @@ class Soak:
             assert isinstance(one, Embedding)
 
     def images(self, number: int) -> list[bytes]:
-        """Like no others: what follows a JPEG's end is not looked at, but in the digest."""
+        """New images: whatever follows a JPEG's end changes its digest, but is not decoded."""
         return [self.image + b"%d" % next(self.numbers) for _ in range(number)]
 
     def settled(self) -> int:
-        """Bytes in the object store, once no more than what caches may keep are left."""
+        """Bytes in the object store, once no more is left than caches may keep."""
         most = 2 * KEPT_BYTES + EMBEDDING_BYTES
         within(60, lambda: used().bytes <= most)
         return used().bytes
 
 
 def private_bytes() -> dict[str, int]:
-    """Memory of each process of the service that is its own: what is shared is the store's."""
+    """Private memory of each process of the service. Shared memory is the store's."""
     found = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["name"].startswith("SERVE_REPLICA::soak#"):

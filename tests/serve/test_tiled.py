@@ -1,4 +1,4 @@
-"""Tile families, the whole way: a checkpoint on disk, JPEG bytes in, transformers' rows out."""
+"""Tile families, end to end: a checkpoint on disk, JPEG bytes in, transformers' rows out."""
 
 from __future__ import annotations
 

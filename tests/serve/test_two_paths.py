@@ -1,4 +1,4 @@
-"""DeepSeek-OCR, the whole way: JPEG bytes in, transformers' rows out, both paths in the metrics."""
+"""DeepSeek-OCR, end to end: JPEG bytes in, transformers' rows out, both paths in the metrics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def metrics(cluster: Cluster, hits: int) -> str:
-    """The page once it shows so many hits: one that a busy replica is late for lacks its series."""
+    """The page once it shows so many hits. A busy replica that answers late is missing from it."""
     until = monotonic() + 60
     while True:
         page = httpx.get(f"{cluster.http}/metrics", timeout=30).text
@@ -64,7 +64,7 @@ def metrics(cluster: Cluster, hits: int) -> str:
 
 
 def total(page: str, name: str, **labels: str) -> float:
-    """Of all replicas."""
+    """Sum over all replicas."""
     return sum(
         sample.value
         for family in text_string_to_metric_families(page)

@@ -1,5 +1,7 @@
-"""Encoders on CPUs, some slowed down: by seconds they get less than by patches, and pools of them
-are one fleet."""
+"""Encoders on CPUs, some of them slowed down.
+
+Balanced by seconds, slow ones get less than by patches. Pools of them serve as one fleet.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 
 SLOWER = 4
 TOKEN_SECONDS = 2e-4
-"""Of the encoders that are not slowed down; the real work on top of it is a fraction."""
+"""For encoders that are not slowed down. Their real work on top of it is a fraction of it."""
 CALLERS, REQUESTS = 4, 25
 SAME = 8
-"""Of each image in a request that several pools share."""
+"""How often each image is in a request that several pools share."""
 
 
 class Unequal(Encoder):
-    """The pool `slow`, or without pools the first one, takes SLOWER times as long."""
+    """The pool `slow`, or without pools the first replica, takes SLOWER times as long."""
 
     def __init__(self, options: ActorOptions, pool: str = "", *more: Any) -> None:
         fast = pool == "fast" if pool else serve.get_replica_context().rank.rank
@@ -69,7 +71,7 @@ class Unmeasured(Unequal):
 
 
 def served(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, encoder: type) -> tuple[float, float]:
-    """The slow encoder's share of the patches, and the p95 of requests in seconds."""
+    """Returns the slow encoder's share of the patches, and the p95 of requests in seconds."""
     monkeypatch.setattr(app, "Encoder", encoder)
     sections: dict[str, Any] = {
         "encoder": ARGS["encoder"] | {"replicas": 3},
@@ -80,7 +82,7 @@ def served(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, encoder: type) -> 
     images = [jpeg(side, side) for side in (128, 256, 512)]
 
     def call(seed: int) -> list[float]:
-        """Seconds of each request."""
+        """Returns the seconds of each request."""
         random, taken = Random(seed), []
         with Client(cluster.http) as client:
             for _ in range(REQUESTS):
@@ -101,7 +103,7 @@ def served(cluster: Cluster, monkeypatch: pytest.MonkeyPatch, encoder: type) -> 
 
 
 def series(cluster: Cluster, name: str, **labels: str) -> dict[str, float]:
-    """By replica."""
+    """The series by replica."""
     found: dict[str, float] = {}
     page = httpx.get(f"{cluster.http}/metrics").text
     for family in text_string_to_metric_families(page):
@@ -112,7 +114,7 @@ def series(cluster: Cluster, name: str, **labels: str) -> dict[str, float]:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    with pytest.MonkeyPatch.context() as patched:  # the process of this task is used again
+    with pytest.MonkeyPatch.context() as patched:  # this task's process is used again
         patched.setattr(app, "Encoder", Unequal)
         return app.build(args)
 

@@ -1,4 +1,4 @@
-"""Videos, the whole way: an MP4 and lists of frames over both protocols, transformers' rows out."""
+"""Videos, end to end: an MP4 and lists of frames over both protocols, transformers' rows out."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_videos_and_images_in_one_request(cluster: Cluster, served: Pair, protoc
     assert file.second_per_grid_ts == pytest.approx(1.0)
     chosen = Clip(Size(96, 64), 3, 4.0, chosen=True)
     assert close(frames, expected(served, chosen, [decode(one) for one in IMAGES]))
-    assert frames.timestamps == (0.125, 0.5)  # the last frame fills up its group
+    assert frames.timestamps == (0.125, 0.5)  # its group is padded with the last frame
     assert (image.timestamps, image.frame_tokens) == ((), ())
     assert {one.source for one in (image, file, frames)} <= {"graph", "cache"}
 
@@ -139,7 +139,7 @@ def test_a_file_by_itself_and_in_a_form(cluster: Cluster, served: Pair) -> None:
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])
 def test_bad_videos_fail_by_themselves(cluster: Cluster, served: Pair, protocol: str) -> None:
-    short = FILE[: len(FILE) // 2]  # its index is at its end
+    short = FILE[: len(FILE) // 2]  # the file's index is at its end
     late = video(60, size=(160, 96), movflags="+faststart")
     cut = late[: len(late) // 2]  # only its frames are missing
     sources: list[Source] = [short, cut, Frames(IMAGES[:1]), IMAGES[0]]

@@ -1,4 +1,4 @@
-"""What there is to watch a real service by: traces and logs of one request, the status page."""
+"""Observability of a real service: traces and logs of one request, the status page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.extended
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 SLOW = 60
-"""Seconds within which a busy machine has written what it was told."""
+"""Seconds in which even a busy machine has written its logs."""
 
 Line = dict[str, Any]
 
@@ -42,7 +42,7 @@ def traces(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 def lines(folder: Path, pattern: str, wanted: Callable[[Line], bool], count: int) -> list[Line]:
-    """Lines of JSON like those wanted, as soon as there are so many."""
+    """The `wanted` lines of JSON, as soon as there are `count` of them."""
     end = time.monotonic() + SLOW
     while True:
         texts = [file.read_text() for file in folder.glob(pattern)]
@@ -134,7 +134,7 @@ def test_the_status_document_counts_what_was_served(cluster: Cluster) -> None:
         client.post("/v1/encode", files={"image": jpeg(96, 64)}).raise_for_status()
         client.post("/v1/encode", files={"image": b"no image"}, headers={"x-request-id": "no"})
         end = time.monotonic() + SLOW
-        while True:  # it is about a second old
+        while True:  # the status is about a second old
             seen = client.get("/v1/status").raise_for_status().json()
             if any(one["request_id"] == "no" for one in seen["errors"]):
                 break
@@ -149,7 +149,7 @@ def test_the_status_document_counts_what_was_served(cluster: Cluster) -> None:
 
 @pytest.mark.usefixtures("traces")
 def test_ray_has_the_series_that_the_alerts_and_the_dashboard_ask_it_for(cluster: Cluster) -> None:
-    """k8s/monitoring; tests/unit/ops/test_monitoring.py takes these series for granted."""
+    """For k8s/monitoring. tests/unit/ops/test_monitoring.py takes these series for granted."""
     end = time.monotonic() + SLOW
     with httpx.Client(timeout=SLOW) as client:
         while True:
@@ -184,7 +184,7 @@ def test_the_page_asks_for_the_token_and_then_lives(cluster: Cluster) -> None:
         assert "Graphs: default" in window.text()
         client.post(f"{cluster.http}/v1/encode", files={"image": jpeg(64, 64)})
         client.post(f"{cluster.http}/v1/encode", json={"items": [{"url": "<script>alert(1)"}]})
-        # It goes on by itself, and shows what clients said as text.
+        # The page updates itself, and shows what clients sent as text.
         window.until("document.body.innerText.includes('/s\\n') && looks.length >= 4")
         window.until("document.body.innerText.includes('http 400')")
         assert window.run("return document.querySelectorAll('main script, main b').length") == 0

@@ -32,13 +32,13 @@ APP = "encoder"
 IMAGES = [jpeg(side, side) for side in (64, 96, 128, 160, 224, 256)]
 """Rows of 0.2, 0.4, 0.8, 1.2, 2.4 and 3.1 MB."""
 GRPC = f"grpc://127.0.0.1:{GRPC_PORT}"
-"""All ingresses listen there: on one machine Linux chooses one of them."""
+"""All ingresses listen there. On one machine, Linux chooses one of them."""
 KNOWN: dict[bytes, Rows] = {}
-"""The rows of each."""
+"""The rows of each image."""
 
 
 def options(folder: Path) -> ServiceOptions:
-    """An encoder takes two CPUs: a node has room for one, or after a loss for two."""
+    """An encoder takes two CPUs. A node has room for one, or for two after a loss."""
     return parse(
         {
             "model": wide(folder).model_dump(),
@@ -58,7 +58,7 @@ def options(folder: Path) -> ServiceOptions:
 
 
 def main() -> None:
-    # Ray gives a node that hangs up after five checks: after 25 s, not after a minute.
+    # Ray declares a hanging node dead after five checks: after 25 s instead of a minute.
     os.environ.update(RAY_health_check_period_ms="1000", RAY_health_check_timeout_ms="4000")
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def ready(node: Node) -> int:
-    """Encoders that the ingress behind a node's proxy would give work to."""
+    """How many encoders the ingress behind a node's proxy would give work to."""
     try:
         return int(httpx.get(f"{node.http}/readyz").json().get("ready_replicas", 0))
     except httpx.TransportError:  # it does not listen yet
@@ -89,7 +89,7 @@ def ready(node: Node) -> int:
 
 
 def counted(node: Node, what: str, where: str) -> float:
-    """Bytes between all ingresses and encoders."""
+    """Bytes sent between all ingresses and encoders."""
     return sum(
         value
         for (name, labels), value in scrape(node.http).items()
@@ -114,7 +114,7 @@ def encode_near(found: Sequence[Node]) -> None:
 
 
 def by_id(found: Sequence[Node]) -> None:
-    """What one proxy's request left on all nodes is fetched through the others."""
+    """Embeddings that a request left on all nodes can be fetched through any proxy."""
     with Client(found[0].http) as client:
         kept = client.encode(list(KNOWN), "float32", reference=True)
     assert len({one.reference.split(".")[0] for one in kept}) == 3
@@ -134,9 +134,9 @@ def lose(
     encoders: int,
     sources: list[Source],
 ) -> None:
-    """A signal to all processes of a node under load. No request through the others may fail.
+    """Sends a signal to all processes of a node under load. No request through the others may fail.
 
-    `encoders`: for which those that are `left` have room.
+    `encoders`: how many the nodes in `left` have room for.
     """
     callers = Callers(sources, KNOWN)
     callers.start()

@@ -17,7 +17,7 @@ BEARER = f"Bearer {TOKEN}"
 MAX_ITEMS = 4
 MAX_BODY_BYTES = 300_000
 WIDTH = 192
-"""Of a row: hidden 64 x (1 + 2 deepstack features)."""
+"""Values of a row: hidden size 64 x (1 + 2 deepstack features)."""
 
 (GRPC_PORT,) = free_ports(1)
 
@@ -40,7 +40,7 @@ ARGS: dict[str, Any] = {
 
 @contextmanager
 def running(name: str, **sections: Any) -> Iterator[None]:
-    """The service, until the block ends. `sections` of the configuration besides."""
+    """Runs the service until the block ends. `sections`: further sections of its configuration."""
     serve.run(build(ARGS | sections), name=name, route_prefix="/")
     try:
         yield

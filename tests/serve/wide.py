@@ -1,4 +1,4 @@
-"""A tiny tower whose rows are as wide as a real one's: embeddings are large, made quickly."""
+"""A tiny tower with rows as wide as a real one's, so that large embeddings are made quickly."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from actors.options import ModelOptions
 from actors.spec.checkpoint import find
 
 WIDTH = 3 * 4096
-"""Of a row."""
+"""Values of a row."""
 
 
 def wide(folder: Path) -> ModelOptions:
-    """qwen3vl-tiny with wide rows, its configuration in a folder; float32, random weights."""
+    """Options of qwen3vl-tiny with wide rows, its configuration in `folder`; float32, random
+    weights."""
     files = find(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
     config = files.read_json("config.json")
     assert config

@@ -18,7 +18,7 @@ from tests.serve.conftest import Cluster
 from tests.serve.tiny import GRPC_PORT
 
 APP = "encoder"
-"""As the examples of the documentation call it."""
+"""The name in the documentation's examples."""
 BUDGETS = (16, 64, 256)
 
 

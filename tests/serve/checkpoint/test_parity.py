@@ -1,4 +1,4 @@
-"""The whole way: a checkpoint on disk, JPEG bytes over HTTP, embeddings equal to transformers'."""
+"""End to end: a checkpoint on disk, JPEG bytes over HTTP, embeddings equal to transformers'."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.serve.checkpoint.conftest import BUDGETS
 from tests.serve.conftest import Cluster
 
 SIDES = (40, 64, 96, 130, 200, 256, 320, 400, 480)
-"""The largest gives 225 tokens; photographs beyond 256 tokens run eagerly."""
+"""The largest gives 225 tokens. Photographs of more than 256 tokens run eagerly."""
 
 
 def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:
@@ -34,7 +34,7 @@ def expected(pair: Pair, files: list[bytes]) -> list[torch.Tensor]:
 
 
 def assert_equal(pair: Pair, url: str, files: list[bytes]) -> list[str]:
-    """Encodes all in one request and compares; gives the sources."""
+    """Encodes all files in one request and compares the rows. Returns the sources."""
     with Client(url) as client:
         embeddings = client.encode(files, dtype="float32")
     for embedding, rows in zip(embeddings, expected(pair, files), strict=True):
@@ -61,7 +61,7 @@ def test_photographs_through_graphs_and_beyond_them(served: Pair, cluster: Clust
 
 
 def test_every_budget_was_replayed(served: Pair, cluster: Cluster) -> None:
-    for side in (64, 200, 400):  # 4, 36 and 144 tokens: one for each budget
+    for side in (64, 200, 400):  # 4, 36 and 144 tokens: one size per budget
         assert_equal(served, cluster.http, [jpeg(side, side)])
     page = httpx.get(f"{cluster.http}/metrics").text
     for budget in BUDGETS:

@@ -1,4 +1,4 @@
-"""The examples of the README and of docs/, run as they stand against a service."""
+"""Runs the examples of the README and of docs/ as they stand, against a service."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ PAGES = {path: path.read_text() for path in (ROOT / "README.md", *sorted(ROOT.gl
 
 
 def blocks(language: str, word: str) -> list[str]:
-    """The pages' blocks of a language that hold a word."""
+    """The pages' code blocks in a language that contain a word."""
     found = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for page in PAGES.values())
     return [block for blocks in found for block in blocks if word in block]
 
 
 CHAT, VECTORS, CLIP = ":8000/v1/chat", "client.embed", "openai/clip-vit-large-patch14"
 OTHERS = [block for block in blocks("python", "") if CHAT in block or VECTORS in block]
-"""They replace the service with one of their own."""
+"""Examples that replace the service with one of their own."""
 EXAMPLES = [
     *(block for block in blocks("python", "") if block not in OTHERS),
     *(pytest.param(block, marks=pytest.mark.extended) for block in OTHERS),
@@ -105,7 +105,7 @@ def test_commands_and_links_exist(page: Path) -> None:
 
 
 def anchors(page: str) -> list[str]:
-    """What GitHub calls the headings of a page."""
+    """The anchors that GitHub gives to the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page, re.MULTILINE)
     return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
 

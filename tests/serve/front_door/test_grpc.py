@@ -1,4 +1,4 @@
-"""The contract over gRPC: the same calls, the same words, on the real tiny service."""
+"""The API contract over gRPC: the same calls and the same messages, on a real service."""
 
 from __future__ import annotations
 

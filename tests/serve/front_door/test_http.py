@@ -1,4 +1,4 @@
-"""The contract over HTTP: formats, limits, errors, headers, endpoints, on the real tiny service."""
+"""The API contract over HTTP: formats, limits, errors, headers, endpoints, on a real service."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def client(cluster: Cluster) -> Iterator[httpx.Client]:
 
 
 def encode(client: httpx.Client, *files: bytes, **options: Any) -> httpx.Response:
-    """As a form, which is what most clients send."""
+    """Sends a form, as most clients do."""
     parts: list[Any] = [("image", ("a.jpg", one)) for one in files]
     return client.post("/v1/encode", files=parts, data={"options": json.dumps(options)})
 
@@ -132,7 +132,7 @@ def test_head_gzip_and_accept_pass_the_proxy(client: httpx.Client) -> None:
         answer = client.post("/v1/encode", content=gzip.compress(body), headers=headers)
         assert answer.headers.get("content-encoding") == ("gzip" if packed else None)
         assert answer.headers["content-type"] == accept
-        if accept != SAFETENSORS:  # which has bfloat16
+        if accept != SAFETENSORS:  # safetensors has bfloat16
             assert items(answer)[0]["data"] == rows
     assert error(client.post("/v1/encode", content=gzip.compress(body)[:-1], headers=sent), 400)
     assert error(client.post("/v1/encode", content=body, headers={"accept": "text/html"}), 406)
@@ -290,7 +290,7 @@ def test_health(client: httpx.Client) -> None:
 
 
 def test_ray_refuses_who_has_no_token(cluster: Cluster) -> None:
-    """The port on which Serve calls replicas, and unpickles what it is sent."""
+    """The port on which Serve calls replicas, and unpickles what it receives."""
     (name,) = (one for one in actors() if "#Ingress#" in one)
     replica = ray.get_actor(name, namespace="serve")
     port = ray.get(replica.__ray_call__.remote(lambda self: self._replica_impl._internal_grpc_port))

@@ -1,4 +1,4 @@
-"""Three stand-in encoders, and one router before them, for all modules of this folder."""
+"""Three stand-in encoders behind one router, for all modules of this folder."""
 
 from __future__ import annotations
 

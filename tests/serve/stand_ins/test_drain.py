@@ -1,4 +1,4 @@
-"""Encoders that Serve takes away answer what they have."""
+"""Encoders that Serve removes still answer the requests that they have."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from router.router import Router
 from tests.serve.stand_in import encoders, item, right
 
 SLOW = 200_000
-"""Patches: two seconds."""
+"""Patches that take two seconds."""
 
 
 @pytest.mark.usefixtures("cluster")
@@ -29,7 +29,7 @@ def test_a_call_outlasts_its_encoders_deployment() -> None:
         call = asyncio.create_task(router.encode(slow, timeout_seconds=20))
         await asyncio.sleep(0.3)
         deleting = asyncio.create_task(asyncio.to_thread(serve.delete, "drained"))
-        await asyncio.sleep(1)  # the router hears that there is no encoder any more
+        await asyncio.sleep(1)  # until the router learns that no encoder is left
         assert not (await router.status()).replicas
         assert not call.done()
         answers = await call

@@ -1,4 +1,4 @@
-"""Encoders die, sicken and are replaced under load: no request fails, no answer is another's."""
+"""Encoders die, fail or are replaced under load: no request fails or gets another's answer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_process_that_hangs(router: DeploymentHandle) -> None:
     with load(router) as outcomes:
         victim = status(router).replicas[0].metadata["process"]
         os.kill(victim, signal.SIGSTOP)
-        try:  # each caller meets it at most once or twice before it is known to be silent
+        try:  # each caller reaches it once or twice at most, before it is known to be silent
             after = len(outcomes) + 10 * CALLERS
             within(60, lambda: len(outcomes) > after)
         finally:
@@ -67,9 +67,9 @@ def test_rolling_update(router: DeploymentHandle) -> None:
 
 @contextmanager
 def load(router: DeploymentHandle) -> Iterator[list[str]]:
-    """Callers that never pause, before, while and after the block runs. All must succeed.
+    """Callers send without pause before, during and after the block. All must succeed.
 
-    Gives what became of the requests so far.
+    Yields the outcomes of the requests so far.
     """
     stop = threading.Event()
     outcomes: list[str] = []
@@ -95,7 +95,7 @@ def load(router: DeploymentHandle) -> Iterator[list[str]]:
 def call(
     router: DeploymentHandle, random: Random, stop: threading.Event, outcomes: list[str]
 ) -> None:
-    """One caller: what became of each of its requests."""
+    """One caller, which records the outcome of each of its requests."""
     while not stop.is_set():
         media: list[Media] = [
             item(random.randrange(10**9), random.choice([100, 400, 1000, 4000]))

@@ -1,4 +1,4 @@
-"""Two routers before three stand-in encoders, on a real cluster."""
+"""Two routers in front of three stand-in encoders, on a real cluster."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_identical_items_in_flight_are_encoded_once_a_router(
 ) -> None:
     media = [item(4000, 10_000, HELD), item(4001, 10_000, HELD), item(4000, 10_000, HELD)]
     calls = [router.encode.remote(media, "bfloat16", 30.0) for _ in range(12)]
-    first = 2 * 2  # at most: two items in each of two routers
+    first = 2 * 2  # at most two items in each of two routers
     within(30, lambda: total(router, "encoder_router_coalesced_total") >= 12 * 3 - first)
     ask(encoder, "let_go")
     assert all(right(media, call.result(timeout_s=30)) for call in calls)
@@ -234,13 +234,13 @@ def test_a_full_replica_refuses_a_pinned_call_at_once(
 
 
 def ask(handle: DeploymentHandle, method: str) -> list[Any]:
-    """The answer of every replica."""
+    """The answers of all replicas."""
     return list(handle.broadcast(method).results(timeout_s=10))
 
 
 def forget(router: DeploymentHandle) -> None:
-    """Waits until no router believes that a replica has anything to do."""
-    time.sleep(REPORT_AGE_SECONDS)  # what the last answers told counts no longer
+    """Waits until every router believes its replicas to be idle."""
+    time.sleep(REPORT_AGE_SECONDS)  # reports in the last answers no longer count
     within(30, lambda: not any(reported(status) for status in ask(router, "status")))
 
 
@@ -249,12 +249,12 @@ def empty(status: RouterStatus) -> bool:
 
 
 def carried(router: DeploymentHandle) -> int:
-    """Patches that all routers have on replicas."""
+    """Outstanding patches of all routers."""
     return sum(r.own_patches for status in ask(router, "status") for r in status.replicas)
 
 
 def reported(status: RouterStatus) -> int:
-    """Patches that the replicas say they have."""
+    """Outstanding patches as reported by the replicas."""
     return sum(replica.reported_patches for replica in status.replicas)
 
 
@@ -286,14 +286,14 @@ def test_one_small_request_beside_50_streams_of_64_items(encoder: DeploymentHand
 
 
 class Crowd:
-    """A router with many streams and, one after another, requests of one item."""
+    """A router under many streams and, one after another, requests with a single item."""
 
     def __init__(self, encoder: DeploymentHandle) -> None:
         self.router = Router([encoder], RouterOptions(max_queue_seconds=60))
         self.numbers = count(10**6)
 
     async def measure(self, streams: int, items: int, seconds: float) -> tuple[list[float], float]:
-        """The seconds that each small request took, and items of streams per second."""
+        """Returns the seconds of each small request, and the items of the streams per second."""
         waits, done = list[float](), 0
 
         async def stream() -> None:

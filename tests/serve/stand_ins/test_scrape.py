@@ -1,4 +1,4 @@
-"""One replica that hangs or fails costs the metrics page its own series only."""
+"""A replica that hangs or fails costs the metrics page only its own series."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_those_that_answer_are_heard(encoder: DeploymentHandle) -> None:
     replicas = [one for one, _ in encoder.broadcast("log").results(timeout_s=10)]
     for replica, mood in zip(replicas, ("hangs", "fails", "answers"), strict=True):
         encoder.options(session_id=f"pin:{replica}").feel.remote(mood).result(timeout_s=5)
-    for _ in range(3):  # a busy machine may hold one of them up, not all
+    for _ in range(3):  # a busy machine may delay one of them, but not all
         started = time.monotonic()
         found = asyncio.run(ask_all(encoder, "scrape"))
         assert sorted(found, key=str) == [(replicas[2], "x 1\n"), None, None]

@@ -1,4 +1,4 @@
-"""Embeddings above a megabyte: written once, read where they lie, freed with their last reader."""
+"""Embeddings above a megabyte: written once, read in place, freed with their last reader."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_memory_is_given_back_with_the_last_reader(router: DeploymentHandle) -> 
     assert used().bytes >= len(media) * BIG_BYTES
     del answers
     within(20, lambda: used().bytes - before.bytes < 2 * BIG_BYTES)
-    assert found[:32].tobytes().hex() == media[0].digest  # its memory stays as long as the view
+    assert found[:32].tobytes().hex() == media[0].digest  # its memory lives as long as the view
     del found
     within(20, lambda: used().bytes - before.bytes < BIG_BYTES)
     assert used().spilled_bytes == before.spilled_bytes
@@ -123,6 +123,6 @@ def test_what_dies_with_its_replica_is_encoded_again(router: DeploymentHandle) -
 
 
 async def read_for_ever(embedding: Embedding) -> None:
-    """Until Ray has seen that it is lost."""
+    """Reads until Ray knows that it is lost."""
     while await here(embedding):
         await asyncio.sleep(0.05)
