@@ -376,6 +376,7 @@ def test_budgets_are_whole_windows(tmp_path: Path) -> None:
         ("config.json", {"num_mel_bins": 128}, "feature_size of the feature extractor: only 128"),
         ("preprocessor_config.json", {"chunk_length": 20}, "chunk_length of the feature extr"),
         ("preprocessor_config.json", {"dither": 0.1}, "dither of the feature extractor: only 0.0"),
+        ("preprocessor_config.json", {"padding_side": "left"}, "padding_side.*: only right"),
         ("config.json", {"model_type": "voxtral_realtime"}, "causal.*nearest.*is voxtral"),
         ("config.json", {"max_source_positions": 1000}, "chunk_length of the feature extr"),
     ],
@@ -408,6 +409,25 @@ def test_conformers_that_are_not_supported_are_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=told):
         family_of(read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio")))
+
+
+@pytest.mark.parametrize("place", ["feature_extractor", "audio_processor"])
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("phi4_multimodal", {"mel_min_frequency": 20}, "mel_min_frequency.*: only 0"),
+        ("phi4_multimodal", {"mel_max_frequency": 8000}, "mel_max_frequency.*: only 7690"),
+        ("nemotron_h_omni", {"preemphasis": 0.9}, r"preemphasis.*: only 0\.97"),
+        ("gemma4", {"frame_length_ms": 32.0}, r"frame_length_ms.*: only 20\.0"),
+        ("gemma4", {"hop_length_ms": 5.0}, r"hop_length_ms.*: only 10\.0"),
+    ],
+)
+def test_conformers_that_hear_otherwise_are_named(
+    kind: str, change: dict[str, Any], told: str, place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({place: change}))
+    with pytest.raises(CheckpointError, match=told):
+        published(f"{kind}-audio", tmp_path)
 
 
 @pytest.mark.parametrize(
