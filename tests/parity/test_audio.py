@@ -35,6 +35,7 @@ from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import CheckpointError, ConfigError
+from actors.families.nemotron_h_omni.audio import CONVOLUTIONS
 from actors.families.registry import read
 from actors.families.whisper.tower import audio
 from actors.media.log_mel import conformer_frames, cut_conformer, log_mel
@@ -55,6 +56,7 @@ from tests.checkpoints_audio import (
     write_qwen3_asr,
     write_qwen3_omni,
 )
+from tests.checkpoints_nemotron import write_nemotron
 from tests.parity.table import FAMILIES, check, rows
 from tests.unit.spec.test_tile_spec import changed
 
@@ -357,6 +359,27 @@ def test_phi4_as_published_is_the_same(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="use_qformer of audio_embd_layer: only False"):
         read(options)
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_biases_are_added_as_the_configuration_says(told: bool, tmp_path: Path) -> None:
+    """Of Nemotron-H Omni. Those of convolutions that it denies are not read."""
+    model = write_nemotron(tmp_path, biased=True)
+    if not told:
+        file = tmp_path / "config.json"
+        config = json.loads(file.read_text())
+        config["audio_config"]["convolution_bias"] = False
+        file.write_text(json.dumps(config))
+        for name, values in model.audio_tower.named_parameters():
+            if name.endswith(tuple(f".{one}.bias" for one in CONVOLUTIONS)):
+                values.data.zero_()
+    options = ModelOptions(id=str(tmp_path), dtype="float32", tower="audio")
+    pair = Pair("nemotron_h_omni-audio", model, load(options, torch.device("cpu")))
+    waves = [tones(0.9)]
+    plans, patches = patches_of(pair, waves)
+    graphs = GraphSet(pair.tower, "default", (), Segments(1), Device())
+    rows = graphs.run(None, [Item(plans[0], patches[0].numpy())])
+    check(pair.model_type, pair.tower.postprocess([rows], plans), pair.rows(waves))
 
 
 def test_budgets_are_whole_windows(tmp_path: Path) -> None:
