@@ -234,6 +234,20 @@ def test_frames_of_conformers_equal_transformers(features: Features, seconds: fl
     assert torch.equal(patches[1:, : sizing.stride - 1], patches[:-1, sizing.stride :])
 
 
+def test_a_long_sound_is_heard_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-4's frames are computed in float64, which takes much memory."""
+    seen, rfft = list[int](), torch.fft.rfft
+
+    def counted(frames: Tensor, size: int) -> Any:
+        seen.append(len(frames))
+        return rfft(frames, size)
+
+    monkeypatch.setattr(torch.fft, "rfft", counted)
+    frames = conformer_frames(torch.zeros(100 * RATE), CONFORMERS["phi4"])
+    assert sum(seen) == len(frames) == 9998
+    assert max(seen) <= 4096
+
+
 def heard(features: Features, wave: npt.NDArray[np.float32]) -> tuple[Tensor, int]:
     """Frames of a sound in transformers, and rows by its processor."""
     asked = {"sampling_rate": RATE, "return_tensors": "pt"}
