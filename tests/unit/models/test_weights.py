@@ -181,6 +181,13 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
     assert total == pytest.approx(2.83458, abs=1e-4)  # as another process computed it
 
 
+def test_dummy_bounds_leave_most_values_as_they_are() -> None:
+    """Gemma 4's, of what linear layers take and give."""
+    bounds = Dummy({"q_proj.input_min": (), "q_proj.output_max": ()}, 0, CPU)
+    assert bounds["q_proj.input_min"] < -3
+    assert bounds["q_proj.output_max"] > 3
+
+
 def test_dummy_weights_larger_than_their_pool_vary_and_no_two_are_equal() -> None:
     shapes: dict[str, tuple[int, ...]]
     shapes = {f"{layer}.weight": (2, POOL - 7) for layer in range(3)}
