@@ -234,6 +234,17 @@ def test_frames_of_conformers_equal_transformers(features: Features, seconds: fl
     assert torch.equal(patches[1:, : sizing.stride - 1], patches[:-1, sizing.stride :])
 
 
+@pytest.mark.parametrize("loudness", [0, 1e-6])
+@pytest.mark.parametrize("features", CONFORMERS)
+def test_frames_of_silence_equal_transformers(features: Features, loudness: float) -> None:
+    """Parakeet divides what rounding leaves of them by almost nothing."""
+    noise = np.random.default_rng(0).normal(0, 1, 10 * RATE).astype(np.float32)
+    wave = noise * np.float32(loudness)
+    exact, _ = heard(features, wave)
+    ours = conformer_frames(torch.from_numpy(wave), CONFORMERS[features])
+    assert (ours - exact).abs().max() < 1e-5
+
+
 def test_a_long_sound_is_heard_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Phi-4's frames are computed in float64, which takes much memory."""
     seen, rfft = list[int](), torch.fft.rfft
