@@ -38,7 +38,7 @@ UNREAD = (".input_scale",)
 """Suffix of static scales for activations. They are not read, because our scales are per row and
 computed at run time; see kernels/gemm/fp8.py."""
 
-QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
+QUANTISED = (*SCALES, "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """Suffixes of the tensors that accompany quantised weights."""
 
 
@@ -191,7 +191,7 @@ def check(
 def refuse_quantised(names: Iterable[str]) -> None:
     if found := list(names):
         raise CheckpointError(
-            f"the vision tower is quantised: it has {some(found)}. Only FP8 (e4m3) with a "
+            f"the tower is quantised: it has {some(found)}. Only FP8 (e4m3) with a "
             "weight_scale is read: take such a checkpoint, or the one in bfloat16"
         )
 

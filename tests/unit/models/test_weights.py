@@ -77,6 +77,7 @@ def faulty(tensors: dict[str, Tensor], change: Mapping[str, Tensor | None]) -> d
         ({"model.visual.c": torch.zeros(1)}, r"1 are left over \(c\)"),
         ({"model.visual.b.weight": torch.zeros(5)}, r"b.weight \[5\] instead of \[4\]"),
         ({"visual.b.weight": torch.zeros(4)}, "b.weight twice"),
+        ({"model.visual.a.per_dim_scale": torch.ones(1)}, "1 are left over .a.per_dim_scale"),
         ({"model.visual.a.weight_scale_inv": torch.ones(1)}, "quantised.*a.weight_scale_inv"),
         (
             {"model.visual.a.weight": torch.zeros(2, 3).to(torch.float8_e4m3fn)},
@@ -84,7 +85,7 @@ def faulty(tensors: dict[str, Tensor], change: Mapping[str, Tensor | None]) -> d
         ),
         ({"model.visual.a.weight": torch.zeros(2, 3, dtype=torch.int8)}, "quantised.*a.weight I8"),
     ],
-    ids=["missing", "left-over", "misshapen", "twice", "scales", "float8", "int8"],
+    ids=["missing", "left-over", "misshapen", "twice", "a-scale", "scales", "float8", "int8"],
 )
 def test_faults_are_named(
     tmp_path: Path, change: Mapping[str, Tensor | None], message: str
