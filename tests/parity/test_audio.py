@@ -57,6 +57,7 @@ from tests.checkpoints_audio import (
     write_qwen3_omni,
 )
 from tests.checkpoints_nemotron import write_nemotron
+from tests.checkpoints_tiles import write_gemma4
 from tests.parity.table import FAMILIES, check, rows
 from tests.unit.spec.test_tile_spec import changed
 
@@ -405,6 +406,24 @@ def test_biases_are_added_as_the_configuration_says(told: bool, tmp_path: Path) 
     graphs = GraphSet(pair.tower, "default", (), Segments(1), Device())
     rows = graphs.run(None, [Item(plans[0], patches[0].numpy())])
     check(pair.model_type, pair.tower.postprocess([rows], plans), pair.rows(waves))
+
+
+def test_the_key_that_decides_is_named(tmp_path: Path) -> None:
+    """Also where config.json lacks it, and has no vision tower."""
+    write_gemma4(tmp_path, clipped=True)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"vision_config": None}
+    config["audio_config"]["use_clipped_linears"] = False
+    file.write_text(json.dumps(config))
+    options = ModelOptions(id=str(tmp_path), tower="audio")
+    with pytest.raises(CheckpointError, match=r"on audio_config\.use_clipped_linears, here False"):
+        load(options, torch.device("cpu"))
+    write_nemotron(tmp_path, biased=True)
+    config = json.loads(file.read_text())
+    del config["audio_config"]["attention_bias"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"on audio_config\.attention_bias, here False"):
+        load(options, torch.device("cpu"))
 
 
 def test_budgets_are_whole_windows(tmp_path: Path) -> None:
