@@ -104,7 +104,7 @@ def parakeet_frames(samples: Tensor, sizing: ConformerSizing) -> Tensor:
     power = torch.view_as_real(spectrum).pow(2).sum(-1).sqrt().pow(2)  # rounds as transformers does
     mel = mel_filters(sizing.rate, sizing.fft, sizing.mels) @ power
     found = (mel + GUARD).log().t()[: sizing.frames(len(samples))]
-    # Not by `mean` and `std`: of silence all that is left is rounding, which must be the same.
+    # Not `mean` and `std`: of silence only rounding errors are left, which must be transformers'.
     centred = found - found.sum(0) / len(found)
     deviation = (centred.square().sum(0) / (len(found) - 1)).sqrt()
     return centred / (deviation + EPSILON)

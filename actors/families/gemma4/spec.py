@@ -77,7 +77,7 @@ EXTRACTOR: Json = {
     **{"sampling_rate": 16000, "frame_length": 320, "hop_length": 160, "fft_length": 512},
     **{"min_frequency": 0.0, "max_frequency": 8000.0, "mel_floor": 1e-3, "fft_overdrive": False},
     **{"dither": 0.0, "preemphasis": 0.0, "input_scale_factor": 1.0},
-    **{"frame_length_ms": 20.0, "hop_length_ms": 10.0},  # which transformers computes both from
+    **{"frame_length_ms": 20.0, "hop_length_ms": 10.0},  # transformers computes both lengths
     **dict.fromkeys(("per_bin_mean", "per_bin_stddev")),
 }
 VISION_DEFAULTS = {

@@ -62,7 +62,7 @@ def family(spec: ModelSpec) -> Family[ConformerParts]:
     for block in blocks:
         expected |= expected_layer(spec, block, tower)
     unused = {f"feature_extractor.featurizer.{name}" for name in ("fb", "window")}
-    # Biases that the configuration says are not there are not read, as by transformers and vLLM.
+    # With convolution_bias false, transformers and vLLM ignore biases that are there all the same.
     left = ["norm.num_batches_tracked", *(f"{one}.bias" for one in CONVOLUTIONS)]
     unused |= {f"{block}.conv.{name}" for block in blocks for name in left}
     return Family(
