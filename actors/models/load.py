@@ -148,9 +148,10 @@ def reason_for(options: ModelOptions, files: Files, name: str) -> str:
     model = read(options, noted)
     expected = name in family_of(model).expected
     config = noted.read_json("config.json") or {}
-    vision = dict(leaves(config.get("vision_config", {}), ("vision_config",)))
-    defaults = dict(leaves(dict(model.vision), ("vision_config",)))
-    for path, value in (vision | defaults | dict(leaves(config))).items():
+    part = "audio_config" if model.audio else "vision_config"
+    own = dict(leaves(config.get(part) or {}, (part,)))
+    defaults = dict(leaves(dict(model.vision), (part,)))
+    for path, value in (own | defaults | dict(leaves(config))).items():
         for other in others(value):
             changed = deepcopy(config)
             with suppress(CheckpointError, ArithmeticError, AttributeError, LookupError, TypeError):

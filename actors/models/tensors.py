@@ -38,7 +38,7 @@ UNREAD = (".input_scale",)
 """Suffix of static scales for activations. They are not read, because our scales are per row and
 computed at run time; see kernels/gemm/fp8.py."""
 
-QUANTISED = ("_scale", "_scale_inv", "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
+QUANTISED = (*SCALES, "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """Suffixes of the tensors that accompany quantised weights."""
 
 
@@ -191,7 +191,7 @@ def check(
 def refuse_quantised(names: Iterable[str]) -> None:
     if found := list(names):
         raise CheckpointError(
-            f"the vision tower is quantised: it has {some(found)}. Only FP8 (e4m3) with a "
+            f"the tower is quantised: it has {some(found)}. Only FP8 (e4m3) with a "
             "weight_scale is read: take such a checkpoint, or the one in bfloat16"
         )
 
@@ -234,6 +234,8 @@ class Dummy(Mapping[str, Tensor]):
         values = torch.cat([values, *[self.pool] * rounds, self.pool[:rest]]).view(shape)
         if len(shape) > 1:
             values.mul_(values[0].numel() ** -0.5)
+        elif not shape:  # a bound of activations (Gemma 4), which few of them reach
+            values.fill_(-4 if name.endswith("_min") else 4)
         else:
             values.mul_(0.1).add_(float(name.endswith(("weight", "running_var"))))
         return values.mul_(0.1) if any(part in name for part in self.faint) else values

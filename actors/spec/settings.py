@@ -80,13 +80,16 @@ class ModelSource:
             raise ValueError("rescale_factor of the image processor: only 1/255 is supported")
         return defaults | {key: value for key, value in settings.items() if value is not None}
 
-    def feature_extractor(self) -> Json:
-        """The settings for sounds; transformers 5 saves them in processor_config.json."""
+    def feature_extractor(self, mels: int, fixed: Json) -> Json:
+        """The settings for sounds; transformers 5 saves them in processor_config.json. `fixed`:
+        those that may be absent but must not differ. Raises ValueError."""
         together = self.files.read_json("processor_config.json") or {}
-        settings = together.get("feature_extractor")
+        settings = together.get("feature_extractor", together.get("audio_processor"))
         if settings is None:
-            settings = self.files.read_json("preprocessor_config.json")
-        return settings or {}
+            settings = self.files.read_json("preprocessor_config.json") or {}
+        fixed = fixed | {"feature_size": mels, "padding_side": "right", "padding_value": 0.0}
+        only(settings, fixed, "the feature extractor")
+        return dict(settings)
 
     def video_processor(self) -> Json:
         """The video processor's settings, in transformers' order of precedence.

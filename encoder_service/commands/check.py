@@ -331,8 +331,9 @@ def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[
         Size(*(max(1, math.isqrt(pixels * a // b)) for a, b in ((across, down), (down, across))))
         for across, down in product(SIDES, SIDES)
     ]
-    if spec.audio:
-        sizes = [Size(spec.audio.window_samples, 1)]
+    if audio := spec.audio:
+        seconds = min(audio.window_seconds, longest_seconds(spec, service.limits))
+        sizes = [Size(round(seconds * audio.rate), 1)]
     most = map(max, zip(*(spec.sizing.plan(size).path_tokens for size in sizes), strict=True))
     for tokens, path, budgets in zip(most, spec.paths, room.budgets, strict=True):
         if budgets and tokens > budgets[-1]:

@@ -35,6 +35,7 @@ from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import CheckpointError, ConfigError
+from actors.families.nemotron_h_omni.audio import CONVOLUTIONS
 from actors.families.registry import read
 from actors.families.whisper.tower import audio
 from actors.media.log_mel import conformer_frames, cut_conformer, log_mel
@@ -55,6 +56,8 @@ from tests.checkpoints_audio import (
     write_qwen3_asr,
     write_qwen3_omni,
 )
+from tests.checkpoints_nemotron import write_nemotron
+from tests.checkpoints_tiles import write_gemma4
 from tests.parity.table import FAMILIES, check, rows
 from tests.unit.spec.test_tile_spec import changed
 
@@ -232,6 +235,31 @@ def test_frames_of_conformers_equal_transformers(features: Features, seconds: fl
     assert torch.equal(patches[1:, : sizing.stride - 1], patches[:-1, sizing.stride :])
 
 
+@pytest.mark.parametrize("loudness", [0, 1e-6])
+@pytest.mark.parametrize("features", CONFORMERS)
+def test_frames_of_silence_equal_transformers(features: Features, loudness: float) -> None:
+    """Parakeet divides what rounding leaves of them by almost nothing."""
+    noise = np.random.default_rng(0).normal(0, 1, 10 * RATE).astype(np.float32)
+    wave = noise * np.float32(loudness)
+    exact, _ = heard(features, wave)
+    ours = conformer_frames(torch.from_numpy(wave), CONFORMERS[features])
+    assert (ours - exact).abs().max() < 1e-5
+
+
+def test_a_long_sound_is_heard_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phi-4's frames are computed in float64, which takes much memory."""
+    seen, rfft = list[int](), torch.fft.rfft
+
+    def counted(frames: Tensor, size: int) -> Any:
+        seen.append(len(frames))
+        return rfft(frames, size)
+
+    monkeypatch.setattr(torch.fft, "rfft", counted)
+    frames = conformer_frames(torch.zeros(100 * RATE), CONFORMERS["phi4"])
+    assert sum(seen) == len(frames) == 9998
+    assert max(seen) <= 4096
+
+
 def heard(features: Features, wave: npt.NDArray[np.float32]) -> tuple[Tensor, int]:
     """Frames of a sound in transformers, and rows by its processor."""
     asked = {"sampling_rate": RATE, "return_tensors": "pt"}
@@ -359,6 +387,45 @@ def test_phi4_as_published_is_the_same(tmp_path: Path) -> None:
         read(options)
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_biases_are_added_as_the_configuration_says(told: bool, tmp_path: Path) -> None:
+    """Of Nemotron-H Omni. Those of convolutions that it denies are not read."""
+    model = write_nemotron(tmp_path, biased=True)
+    if not told:
+        file = tmp_path / "config.json"
+        config = json.loads(file.read_text())
+        config["audio_config"]["convolution_bias"] = False
+        file.write_text(json.dumps(config))
+        for name, values in model.audio_tower.named_parameters():
+            if name.endswith(tuple(f".{one}.bias" for one in CONVOLUTIONS)):
+                values.data.zero_()
+    options = ModelOptions(id=str(tmp_path), dtype="float32", tower="audio")
+    pair = Pair("nemotron_h_omni-audio", model, load(options, torch.device("cpu")))
+    waves = [tones(0.9)]
+    plans, patches = patches_of(pair, waves)
+    graphs = GraphSet(pair.tower, "default", (), Segments(1), Device())
+    rows = graphs.run(None, [Item(plans[0], patches[0].numpy())])
+    check(pair.model_type, pair.tower.postprocess([rows], plans), pair.rows(waves))
+
+
+def test_the_key_that_decides_is_named(tmp_path: Path) -> None:
+    """Also where config.json lacks it, and has no vision tower."""
+    write_gemma4(tmp_path, clipped=True)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text()) | {"vision_config": None}
+    config["audio_config"]["use_clipped_linears"] = False
+    file.write_text(json.dumps(config))
+    options = ModelOptions(id=str(tmp_path), tower="audio")
+    with pytest.raises(CheckpointError, match=r"on audio_config\.use_clipped_linears, here False"):
+        load(options, torch.device("cpu"))
+    write_nemotron(tmp_path, biased=True)
+    config = json.loads(file.read_text())
+    del config["audio_config"]["attention_bias"]
+    file.write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=r"on audio_config\.attention_bias, here False"):
+        load(options, torch.device("cpu"))
+
+
 def test_budgets_are_whole_windows(tmp_path: Path) -> None:
     write_qwen3_omni(tmp_path)
     options = ModelOptions(id=str(tmp_path), dtype="float32", tower="audio")
@@ -376,6 +443,7 @@ def test_budgets_are_whole_windows(tmp_path: Path) -> None:
         ("config.json", {"num_mel_bins": 128}, "feature_size of the feature extractor: only 128"),
         ("preprocessor_config.json", {"chunk_length": 20}, "chunk_length of the feature extr"),
         ("preprocessor_config.json", {"dither": 0.1}, "dither of the feature extractor: only 0.0"),
+        ("preprocessor_config.json", {"padding_side": "left"}, "padding_side.*: only right"),
         ("config.json", {"model_type": "voxtral_realtime"}, "causal.*nearest.*is voxtral"),
         ("config.json", {"max_source_positions": 1000}, "chunk_length of the feature extr"),
     ],
@@ -408,6 +476,25 @@ def test_conformers_that_are_not_supported_are_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match=told):
         family_of(read(ModelOptions(id=str(tmp_path), load_format="dummy", tower="audio")))
+
+
+@pytest.mark.parametrize("place", ["feature_extractor", "audio_processor"])
+@pytest.mark.parametrize(
+    ("kind", "change", "told"),
+    [
+        ("phi4_multimodal", {"mel_min_frequency": 20}, "mel_min_frequency.*: only 0"),
+        ("phi4_multimodal", {"mel_max_frequency": 8000}, "mel_max_frequency.*: only 7690"),
+        ("nemotron_h_omni", {"preemphasis": 0.9}, r"preemphasis.*: only 0\.97"),
+        ("gemma4", {"frame_length_ms": 32.0}, r"frame_length_ms.*: only 20\.0"),
+        ("gemma4", {"hop_length_ms": 5.0}, r"hop_length_ms.*: only 10\.0"),
+    ],
+)
+def test_conformers_that_hear_otherwise_are_named(
+    kind: str, change: dict[str, Any], told: str, place: str, tmp_path: Path
+) -> None:
+    (tmp_path / "processor_config.json").write_text(json.dumps({place: change}))
+    with pytest.raises(CheckpointError, match=told):
+        published(f"{kind}-audio", tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,7 @@ def middle(norm: Affine) -> Module:
 
 
 def bounds(weights: Weights, names: Sequence[str]) -> Tensor:
+    """The `clips` of an Affine that fuses these linear layers."""
     found = [[weights.tensors[f"{name}.{bound}"] for bound in BOUNDS] for name in names]
     return weights.place(torch.stack([torch.stack(each) for each in found]))
 

@@ -42,7 +42,7 @@ def sounds(source: ModelSource) -> ModelSpec:
     block = int(encoder["attention_context_left"]) - 1
     only(encoder, {"attention_chunk_size": block}, "the audio encoder")
     mels = int(encoder["subsampling_conv_channels"][0])
-    only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
+    source.feature_extractor(mels, EXTRACTOR)
     sizing = at_16_khz(
         mels=mels,
         window_frames=3000,
@@ -76,7 +76,8 @@ FIXED: Json = {
 EXTRACTOR: Json = {
     **{"sampling_rate": 16000, "frame_length": 320, "hop_length": 160, "fft_length": 512},
     **{"min_frequency": 0.0, "max_frequency": 8000.0, "mel_floor": 1e-3, "fft_overdrive": False},
-    **{"dither": 0.0, "preemphasis": 0.0, "input_scale_factor": 1.0, "padding_value": 0.0},
+    **{"dither": 0.0, "preemphasis": 0.0, "input_scale_factor": 1.0},
+    **{"frame_length_ms": 20.0, "hop_length_ms": 10.0},  # transformers computes both lengths
     **dict.fromkeys(("per_bin_mean", "per_bin_stddev")),
 }
 VISION_DEFAULTS = {

@@ -47,8 +47,6 @@ NAMES = BlockNames(
 PATCHES = "patch_embedder.input_proj"
 POSITIONS = "patch_embedder.position_embedding_table"
 PROJECTOR = "embedding_projection"
-BOUNDS = ("input_min", "input_max", "output_min", "output_max")
-"""The bounds of each linear layer of the blocks, with `use_clipped_linears`."""
 STANDARD = ("std_bias", "std_scale")
 
 
@@ -65,16 +63,16 @@ def family(spec: ModelSpec) -> Family[Any]:
     }
     if spec.vision["use_clipped_linears"]:
         linears = (*NAMES.qkv, NAMES.proj, *NAMES.up, NAMES.down)
-        for layer, name in product(range(tower.depth), linears):
-            expected |= dict.fromkeys(bounds_of(layer, name), ())
+        for layer, name, bound in product(range(tower.depth), linears, audio.BOUNDS):
+            expected[f"{clipped_layer(layer, name)}.{bound}"] = ()
     if spec.vision["standardize"]:
         expected |= dict.fromkeys(STANDARD, (tower.width,))
     size = tower.rotary_head_size
     return Family(PREFIXES, expected, size, parts, PackedTower, last_norms=NAMES.after or ())
 
 
-def bounds_of(layer: int, linear: str) -> list[str]:
-    return [f"{NAMES.block}.{layer}.{linear.removesuffix('linear')}{bound}" for bound in BOUNDS]
+def clipped_layer(layer: int, linear: str) -> str:
+    return f"{NAMES.block}.{layer}.{linear.removesuffix('.linear')}"
 
 
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
@@ -128,9 +126,8 @@ def clipped(layer: BlockWeights, index: int, weights: Weights) -> BlockWeights:
     """The layer with the bounds of its linear layers."""
 
     def clip(linear: Affine, *names: str) -> Affine:
-        bounds = [[weights.tensors[bound] for bound in bounds_of(index, name)] for name in names]
-        stacked = torch.stack([torch.stack(each) for each in bounds])
-        return replace(linear, clips=weights.place(stacked))
+        names = tuple(clipped_layer(index, name) for name in names)
+        return replace(linear, clips=audio.bounds(weights, names))
 
     return replace(
         layer,

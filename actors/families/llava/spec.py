@@ -22,6 +22,7 @@ def llava(source: ModelSource) -> ModelSpec:
     if source.vision.get("model_type") == "pixtral":
         return pixtral(source)
     vision = used(source)
+    only(source.image_processor({}), {"do_pad": False}, "the image processor")
     kind, strategy = vision["model_type"], config.get("vision_feature_select_strategy", "default")
     if kind == SIGLIP_TOWER and strategy != "full":
         raise ValueError("vision_feature_select_strategy: SigLIP has no class to drop, only full")

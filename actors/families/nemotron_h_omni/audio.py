@@ -42,6 +42,7 @@ NORM, UP, DOWN = "norm", "linear1", "linear2"
 NORMS = tuple(
     f"norm_{part}" for part in ("feed_forward1", "self_att", "conv", "feed_forward2", "out")
 )
+CONVOLUTIONS = ("pointwise_conv1", "depthwise_conv", "pointwise_conv2")
 STATISTICS = ("running_mean", "running_var")
 EPSILON = 1e-5  # of all norms
 LONGEST_WAVE = 10_000  # of sinusoids, in positions over 2 pi
@@ -61,7 +62,9 @@ def family(spec: ModelSpec) -> Family[ConformerParts]:
     for block in blocks:
         expected |= expected_layer(spec, block, tower)
     unused = {f"feature_extractor.featurizer.{name}" for name in ("fb", "window")}
-    unused |= {f"{block}.conv.norm.num_batches_tracked" for block in blocks}
+    # With convolution_bias false, transformers and vLLM ignore biases that are there all the same.
+    left = ["norm.num_batches_tracked", *(f"{one}.bias" for one in CONVOLUTIONS)]
+    unused |= {f"{block}.conv.{name}" for block in blocks for name in left}
     return Family(
         PREFIXES, expected, tower.head_size, parts, ParakeetTower, unused=frozenset(unused)
     )

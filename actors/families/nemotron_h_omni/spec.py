@@ -79,7 +79,7 @@ def sounds(source: ModelSource) -> ModelSpec:
         raise ValueError(f"max_position_embeddings of the audio encoder: {positions}")
     if not int(encoder["conv_kernel_size"]) % 2:
         raise ValueError("conv_kernel_size of the audio encoder: only odd numbers are supported")
-    only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
+    source.feature_extractor(mels, EXTRACTOR)
     sizing = at_16_khz(
         mels=mels,
         window_frames=positions * 2**HALVINGS,
@@ -138,7 +138,7 @@ FIXED: Json = {
 }
 EXTRACTOR: Json = {
     **{"sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400},
-    **{"preemphasis": 0.97, "padding_value": 0.0},
+    "preemphasis": 0.97,
 }
 TOWER: Json = {
     **{"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0},

@@ -67,7 +67,7 @@ def sounds(source: ModelSource, config: Json) -> ModelSpec:
     encoder = ENCODER | config
     width, mels = int(encoder["hidden_size"]), int(encoder["input_size"])
     only(encoder, FIXED | dict.fromkeys(CHANNELS, width), "the audio encoder")
-    only(source.feature_extractor(), EXTRACTOR | {"feature_size": mels}, "the feature extractor")
+    source.feature_extractor(mels, EXTRACTOR)
     sizing = at_16_khz(
         mels=mels,
         window_frames=WINDOW * 2**HALVINGS,
@@ -124,7 +124,7 @@ CHANNELS = (
 """Keys whose values must be the width. The last is from the published files."""
 EXTRACTOR: Json = {
     **{"sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400},
-    **{"preemphasis": 0.97, "padding_value": 0.0},
+    **{"preemphasis": 0.97, "mel_min_frequency": 0, "mel_max_frequency": 7690},
     **{"audio_compression_rate": 8, "audio_downsample_rate": 1, "audio_feat_stride": 1},
 }
 TOWER: Json = {

@@ -73,9 +73,7 @@ def usual(encoder: Json) -> Json:
 
 def feature_extractor(source: ModelSource, encoder: Json) -> Json:
     """The feature extractor's settings, with transformers' defaults."""
-    settings = source.feature_extractor()
-    fixed = {"feature_size": int(encoder["num_mel_bins"]), "dither": 0.0, "padding_value": 0.0}
-    only(settings, fixed, "the feature extractor")
+    settings = source.feature_extractor(int(encoder["num_mel_bins"]), {"dither": 0.0})
     return EXTRACTOR | settings
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,21 +57,20 @@ class HopperLongAttention:
         }
 
     def metadata(self, lengths: Sequence[int], patches: int) -> dict[str, Tensor]:
-        ((items, _), _), ((rows,), kind) = self.inputs(patches).values()
-        slots = torch.full((rows,), -1, dtype=kind)
-        start, patch, segments, chosen = 0, 0, list[int](), list[bool]()
+        ((items, _), _), ((rows,), _) = self.inputs(patches).values()
+        start, segments, chosen = 0, list[int](), list[bool]()
         for length in lengths:
             long = length >= self.fewest
             gap = -start % ALIGNED if long else 0
             segments += [gap, length]
             chosen += [False, long]
-            start += gap
-            named = torch.arange(patch, patch + length, dtype=kind)
-            slots[start : start + length] = named if long else -2 - named
-            start += length
-            patch += length
+            start += gap + length
+        patch = np.arange(sum(lengths), dtype=np.int32)
+        gaps, in_long = np.cumsum(segments[::2]), np.repeat(chosen[1::2], lengths)
+        slots = np.full(rows, -1, np.int32)
+        slots[patch + np.repeat(gaps, lengths)] = np.where(in_long, patch, -2 - patch)
         table = item_table(segments, RING, items, chosen)
-        return {"attention_long_items": table, "attention_slots": slots}
+        return {"attention_long_items": table, "attention_slots": torch.from_numpy(slots)}
 
     def __call__(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> None:
         _, _, heads, size = qkv.shape

@@ -147,6 +147,8 @@ def widened(layer: BlockWeights, heads: int) -> BlockWeights:
             layer.qkv, weight=weight.flatten(0, 2).to(dtype), bias=bias.flatten().to(dtype)
         ),
         proj=replace(layer.proj, weight=F.pad(proj, (0, APPENDED)).flatten(1)),
+        attention="",  # what hides rows has no FP8
+        attention_fp8=False,
     )
 
 

@@ -56,6 +56,17 @@ def test_images_beyond_the_budgets_of_a_path_are_told() -> None:
     assert "up to 900 tokens exceed every budget of graphs.local_token_budgets" in told
 
 
+@pytest.mark.parametrize(("seconds", "told"), [(900, ["items of up to 5001 tokens"]), (30, [])])
+def test_sounds_beyond_the_budgets_are_told_if_the_limit_lets_them_in(
+    seconds: float, told: list[str]
+) -> None:
+    model = {"id": "nemotron-3-nano-omni", "load_format": "dummy", "tower": "audio"}
+    values = {"model": model, "limits": {"max_audio_seconds": seconds}}
+    options = ServiceOptions.model_validate(values)
+    spec = read(options.model)
+    assert [one[:26] for one in eager(options, spec, fit(options, spec))] == told
+
+
 def test_the_largest_image_is_counted_in_what_is_computed_of_it() -> None:
     model = read(ModelOptions(id="llava-onevision-7b", load_format="dummy"))
     patches = model.sizing.token_range()[1]  # as many as tokens, of which not all give rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,11 +25,13 @@ from actors.kernels.hopper.attention_fp8 import ALIGNED, HopperLongAttention
 from actors.kernels.hopper.cuda import CAPABILITY, LoadedKernel
 from actors.media.patchify import patchifier_of
 from actors.models.layers.block import ATTENTION
+from actors.models.layers.weights import APPENDED
 from actors.models.load import build, load, tensors
 from actors.options import ModelOptions
 from actors.types import Item
 from encoder_service.commands import calibrate
 from encoder_service.commands.calibrate import ROWS_ERROR, Calibration, relative
+from tests.small_presets import write_small
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
@@ -119,6 +123,17 @@ def test_long_segments_lie_where_tma_can_read_them(lengths: list[int], fewest: i
     assert [-2 - slot for slot in slots if slot < -1] == short
 
 
+def test_many_short_segments_take_no_time_each() -> None:
+    """As the windows of Qwen2.5-VL, whose tables every pack has."""
+    attention, lengths = HopperLongAttention([], LoadedKernel(None, 0, 0), 80), [64] * 1000
+    times = []
+    for _ in range(5):
+        started = time.process_time()
+        attention.metadata(lengths, sum(lengths))
+        times.append(time.process_time() - started)
+    assert min(times) < 3e-3
+
+
 def test_short_budgets_have_no_inputs_for_it() -> None:
     attention = HopperLongAttention([], LoadedKernel(None, 0, 0), 72)
     assert not attention.inputs(FEWEST_KEYS[72] - 1)
@@ -205,10 +220,10 @@ class Outliers(Mapping[str, Tensor]):
         return len(self.weights)
 
 
-def picture() -> Item:
+def picture(options: ModelOptions = TINY) -> Item:
     noise = torch.Generator().manual_seed(1)
     image = torch.randint(256, (3, 160, 160), dtype=torch.uint8, generator=noise)
-    plan, patches = patchifier_of(read(TINY)).patchify(image)
+    plan, patches = patchifier_of(read(options)).patchify(image)
     return Item(plan, patches.numpy())
 
 
@@ -229,7 +244,10 @@ def test_calibrate_leaves_out_attention_that_is_too_far_off(
     assert plan.rows_error < ROWS_ERROR
 
 
-def test_images_without_long_segments_say_nothing_about_attention() -> None:
+def test_images_without_long_segments_say_nothing_about_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(FEWEST_KEYS, HEAD_SIZE, picture().plan.patches + 1)
     calibration = Calibration(TINY, read(TINY), Device(), [picture()])
     assert not [name for name in calibration.errors if name.endswith(ATTENTION)]
 
@@ -244,6 +262,20 @@ def test_a_tower_attends_as_the_plan_says() -> None:
     assert 1e-4 < relative(made, exact) < ROWS_ERROR
     (expected,) = calibration.rows(layers)
     assert relative(made, expected) < 1e-4
+
+
+def test_attention_that_hides_rows_is_not_measured_and_stays_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FEWEST_KEYS, HEAD_SIZE + APPENDED, 1)
+    write_small(tmp_path, "phi4-multimodal")
+    options = ModelOptions(id=str(tmp_path), load_format="dummy", dtype="float32")
+    spec, item = read(options), picture(options)
+    calibration = Calibration(options, spec, Device(), [item])
+    assert not [name for name in calibration.errors if name.endswith(ATTENTION)]
+    layers = [f"encoder.layers.0.self_attn.q_proj{ATTENTION}"]
+    tower = build(spec, tensors(options, spec, CPU), CPU, fp8=layers)
+    assert torch.equal(calibration.encode(tower)[0], calibration.expected[0])
 
 
 def test_attention_that_the_model_does_not_have() -> None:

@@ -77,6 +77,7 @@ def faulty(tensors: dict[str, Tensor], change: Mapping[str, Tensor | None]) -> d
         ({"model.visual.c": torch.zeros(1)}, r"1 are left over \(c\)"),
         ({"model.visual.b.weight": torch.zeros(5)}, r"b.weight \[5\] instead of \[4\]"),
         ({"visual.b.weight": torch.zeros(4)}, "b.weight twice"),
+        ({"model.visual.a.per_dim_scale": torch.ones(1)}, "1 are left over .a.per_dim_scale"),
         ({"model.visual.a.weight_scale_inv": torch.ones(1)}, "quantised.*a.weight_scale_inv"),
         (
             {"model.visual.a.weight": torch.zeros(2, 3).to(torch.float8_e4m3fn)},
@@ -84,7 +85,7 @@ def faulty(tensors: dict[str, Tensor], change: Mapping[str, Tensor | None]) -> d
         ),
         ({"model.visual.a.weight": torch.zeros(2, 3, dtype=torch.int8)}, "quantised.*a.weight I8"),
     ],
-    ids=["missing", "left-over", "misshapen", "twice", "scales", "float8", "int8"],
+    ids=["missing", "left-over", "misshapen", "twice", "a-scale", "scales", "float8", "int8"],
 )
 def test_faults_are_named(
     tmp_path: Path, change: Mapping[str, Tensor | None], message: str
@@ -179,6 +180,13 @@ def test_dummy_weights_are_the_same_in_every_process() -> None:
     assert not torch.equal(once["a.weight"], other["a.weight"])
     total = float(sum(values.sum() for values in once.values()))
     assert total == pytest.approx(2.83458, abs=1e-4)  # as another process computed it
+
+
+def test_dummy_bounds_leave_most_values_as_they_are() -> None:
+    """Gemma 4's, of what linear layers take and give."""
+    bounds = Dummy({"q_proj.input_min": (), "q_proj.output_max": ()}, 0, CPU)
+    assert bounds["q_proj.input_min"] < -3
+    assert bounds["q_proj.output_max"] > 3
 
 
 def test_dummy_weights_larger_than_their_pool_vary_and_no_two_are_equal() -> None:

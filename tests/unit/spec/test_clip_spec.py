@@ -224,6 +224,7 @@ LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta"
             {"vision_feature_layer": 25},
             "25 is not supported, as there",
         ),
+        ("llava15-7b", PROCESSOR, {"do_pad": True}, "do_pad of the image processor: only False"),
         ("llava-next-7b", "config.json", {"vision_feature_select_strategy": "full"}, "of CLIP"),
         ("llava-next-7b", PROCESSOR, {"crop_size": 224}, "crop_size .* only 336"),
         ("llava-next-7b", PROCESSOR, {"size": {"shortest_edge": 224}}, "tower's 336"),
