@@ -170,7 +170,7 @@ class ReplicaRows:
                 await asyncio.to_thread(take_all, reader, left)
             except BaseException as error:  # also if cancelled: the thread may still be reading
                 reader.close()
-                if last or not isinstance(error, ConnectionError):
+                if last or not isinstance(error.__cause__, ConnectionError):  # it hangs
                     raise
             else:
                 self._idle.append(reader)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 
 from actors.options import ReferenceOptions
 from actors.pipeline import NO_BYTES
+from actors.rows import reader
 from actors.rows.memory import RowMemory
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader
@@ -160,6 +162,23 @@ def test_requests_do_not_all_find_out_that_a_replica_cannot_be_reached(
     asyncio.run(run())
     assert len(tried) <= module.CONNECTIONS
     assert served.fleet.fetched == 12
+
+
+def test_a_replica_that_hangs_is_asked_once(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "CALL_SECONDS", 0.2)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "hangs"))
+        listener.listen()
+        listener.setblocking(False)
+        served.fleet.at = RowsPlace(str(tmp_path / "hangs"), "")
+        with Client(served.url, direct=True) as client:
+            encoded(client)
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert served.fleet.fetched == 3
 
 
 def test_a_replica_that_dies(

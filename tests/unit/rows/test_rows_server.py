@@ -203,6 +203,7 @@ def test_a_server_that_stops_does_not_wait_for_ever(
         b"GET /v1/model HTTP/1.1\r\nHost: a\r\n\r\n" * 4,
         bytes([VERSION + 1]) + HOLD + b"x" * 32,
         bytes([VERSION]) + HOLD + b"\xff" * 32,
+        bytes([VERSION]) + TAKE + b"\xff" * 64,
         bytes([VERSION]) + HOLD,
     ],
 )
