@@ -65,10 +65,10 @@ class KeptRows:
         found = self._holding(self.pipeline.take(name), name)
         return None if found is None else found.data
 
-    def drop(self, name: str) -> None:
+    def release(self, name: str) -> None:
         assert self.loop
         with suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self.pipeline.drop, name)
+            self.loop.call_soon_threadsafe(self.pipeline.references.release, name)
 
     def _holding(self, call: Coroutine[Any, Any, Result], name: str) -> Result:
         """Runs a call that places a hold on a name, unless it returns None.

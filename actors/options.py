@@ -294,8 +294,8 @@ class ReferenceOptions(Options):
     """Memory on each replica's device for a second copy of the latest ones, which language models
     on the same machine read from there (rows/memory.py). 0: none."""
     port: int = Field(0, ge=0, le=65_520)
-    """The port from which language models on other machines read rows: the first of 16 TCP ports
-    that a replica tries on its node. 0: the system chooses."""
+    """The port from which language models and clients on other machines read rows: the first of 16
+    TCP ports that a replica tries on its node. 0: the system chooses."""
 
 
 class PreprocessOptions(Options):

@@ -237,7 +237,7 @@ class Pipeline:
         return opened[shared][written.place]
 
     async def take(self, name: str) -> Bytes | None:
-        """The bytes under a whole name, which is held until `drop`. None: unknown. Raises
+        """The bytes under a whole name, which is held until `free`. None: unknown. Raises
         EmbeddingLost."""
         if "." not in name or self.references.hold(name, monotonic()) is None:
             return None
@@ -246,11 +246,6 @@ class Pipeline:
         except BaseException:
             self.free(name)
             raise
-
-    def drop(self, name: str) -> None:
-        """Ends the hold of `take` and releases the name."""
-        self.references.release(name)
-        self.free(name)
 
     def close(self) -> None:
         """Items in the engine are still answered. Items that are not decoded yet are rejected."""

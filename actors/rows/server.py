@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections import Counter
+from collections import Counter, OrderedDict
 from contextlib import suppress
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from threading import Condition, Thread
 from time import sleep
@@ -56,10 +57,10 @@ class RowStore(Protocol):
         """The bytes of held rows."""
 
     def take(self, name: str) -> memoryview | None:
-        """The bytes under a whole name, which is held until `drop`. None: unknown."""
+        """The bytes under a whole name, which is held until `free`. None: unknown."""
 
-    def drop(self, name: str) -> None:
-        """Ends the hold of `take` and releases the name."""
+    def release(self, name: str) -> None:
+        """Drops what is kept under a whole name, once nobody holds it."""
 
 
 class RowsConnection:
@@ -70,7 +71,6 @@ class RowsConnection:
         self.local = channel.family == socket.AF_UNIX
         self.known = self.local  # a process of this user, or one that has named a kept id
         self.held: Counter[str] = Counter()
-        self.taking = False
         limited(channel, HOLD_SECONDS if self.known else STRANGER_SECONDS, SEND_SECONDS)
 
     def request(self) -> tuple[bytes, str] | None:
@@ -84,7 +84,8 @@ class RowsConnection:
             name += b"." + self.channel.recv(NAME_BYTES, socket.MSG_WAITALL)
         return verb, name.decode("ascii")
 
-    def admit(self) -> None:
+    def holds(self, name: str) -> None:
+        self.held[name] += 1
         if not self.known:
             self.known = True
             limited(self.channel, HOLD_SECONDS, SEND_SECONDS)
@@ -101,7 +102,7 @@ class RowsServer:
     def __init__(self, store: RowStore) -> None:
         self._store = store
         self._listeners: list[socket.socket] = []
-        self._connections: dict[RowsConnection, None] = {}  # oldest first
+        self._connections: OrderedDict[RowsConnection, None] = OrderedDict()  # used last at the end
         self._changed = Condition()
         self._running = False
 
@@ -133,8 +134,8 @@ class RowsServer:
         return RowsPlace(str(path), tcp)
 
     def stop(self, grace_seconds: float = 0) -> None:
-        """Accepts no more connections, and ends all others once none of them holds or takes rows,
-        at the latest after `grace_seconds`."""
+        """Accepts no more connections, and ends all others once none of them holds rows, at the
+        latest after `grace_seconds`."""
         self._running = False
         for listener in self._listeners:
             with suppress(OSError):
@@ -142,8 +143,7 @@ class RowsServer:
             listener.close()
         with self._changed:
             self._changed.wait_for(
-                lambda: not any(one.held or one.taking for one in self._connections),
-                grace_seconds,
+                lambda: not any(one.held for one in self._connections), grace_seconds
             )
             for one in self._connections:
                 one.end()
@@ -167,28 +167,25 @@ class RowsServer:
             self._close(connection)
 
     def _take(self, connection: RowsConnection) -> bool:
-        """Adds a connection if there is room; if not, one that has named no id is ended to make
-        room. False: there is none."""
+        """Adds a connection if there is room. If not, one that has named no id is ended to make
+        room, or else the least recently used one that holds nothing. False: there is none."""
         with self._changed:
             if not self._running:
                 return False
             if len(self._connections) >= MOST_CONNECTIONS:
-                stranger = next((one for one in self._connections if not one.known), None)
-                if stranger is None:
+                strangers = [one for one in self._connections if not one.known]
+                idle = (one for one in self._connections if not one.held)
+                if (gone := next(chain(strangers, idle), None)) is None:
                     return False
-                del self._connections[stranger]
-                stranger.end()
+                del self._connections[gone]
+                gone.end()
             self._connections[connection] = None
             return True
 
     def _serve(self, connection: RowsConnection) -> None:
         try:
             while request := connection.request():
-                verb, name = request
-                if verb == TAKE:
-                    self._give(connection, name)
-                else:
-                    self._answer(connection, verb, name)
+                self._answer(connection, *request)
         except (OSError, ValueError):  # it is gone, too slow, or speaks another protocol
             pass
         except Exception:
@@ -205,44 +202,35 @@ class RowsServer:
             self._connections.pop(connection, None)
             self._changed.notify_all()
 
-    def _give(self, connection: RowsConnection, name: str) -> None:
-        """Sends the rows of a whole name and releases it."""
-        connection.taking = True
-        try:
-            rows = self._store.take(name)
-            if rows is None:
-                send(connection.channel, memoryview(answer({"error": UNKNOWN})))
-                return
-            connection.admit()
-            try:
-                send(connection.channel, memoryview(answer({"size_bytes": len(rows)})))
-                send(connection.channel, rows)
-            finally:
-                self._store.drop(name)
-        except ServiceError as error:
-            send(connection.channel, memoryview(answer({"error": error.message})))
-        finally:
-            connection.taking = False
-            with self._changed:
-                self._changed.notify_all()
-
     def _answer(self, connection: RowsConnection, verb: bytes, name: str) -> None:
+        with self._changed:
+            if connection in self._connections:
+                self._connections.move_to_end(connection)
         fields: dict[str, Any] = {}
-        rows = memoryview(b"")
+        rows: memoryview | None = None
         try:
             if verb == HOLD:
                 fields = self._held(connection, name)
+            elif verb == TAKE:
+                fields = {"error": UNKNOWN}
+                if (rows := self._store.take(name)) is not None:
+                    connection.holds(name)
             elif verb == READ and name in connection.held:
                 rows = self._store.rows(name)
-                fields = {"size_bytes": len(rows)}
             elif verb == FREE and name in connection.held:
                 self._free(connection, name)
             elif verb != PING:
                 fields = {"error": "this connection does not hold that id"}
         except ServiceError as error:
             fields = {"error": error.message}
-        send(connection.channel, memoryview(answer(fields)))
-        send(connection.channel, rows)
+        if rows is None:
+            send(connection.channel, memoryview(answer(fields)))
+        else:
+            send(connection.channel, memoryview(answer({"size_bytes": len(rows)})))
+            send(connection.channel, rows)
+            if verb == TAKE:
+                self._store.release(name)
+                self._free(connection, name)
         with self._changed:  # after the answer, because `stop` ends connections that hold nothing
             self._changed.notify_all()
 
@@ -250,8 +238,7 @@ class RowsServer:
         found = self._store.hold(name)
         if found is None:
             return {"error": UNKNOWN}
-        connection.held[name] += 1
-        connection.admit()
+        connection.holds(name)
         # A process that opens the memory sees all of it, so only those of this user get the handle.
         return asdict(found if connection.local else replace(found, memory=None))
 

@@ -172,7 +172,7 @@ class References:
             oldest = next((name for name in self._kept if name not in self._holds), None)
             if oldest is None:
                 raise Overloaded(
-                    "all embeddings that are kept here are about to be read by language models "
+                    "all embeddings that are kept here are being read, or about to be "
                     "(references.max_bytes): try again"
                 )
             self._remove(oldest)

@@ -21,7 +21,7 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WIDTHS, Document
 
 CONNECTIONS = 4
-"""Maximum connections to one replica, which accepts 128 in total."""
+"""Maximum connections to one replica, which accepts 128 in total, and ends idle ones beyond that."""
 AVOIDED_SECONDS = 60.0
 """How long rows come through the front door after a replica could not be reached."""
 FETCHES_AT_ONCE = 4
@@ -54,7 +54,28 @@ class DirectRows:
                 if reference := item.get("reference"):
                     kept[reference.partition(".")[0]].append(item)
             await all_of(self._take(replica, found) for replica, found in kept.items())
+            # Evicted, or gone with their replica, before they were taken:
+            lost = [place for place, item in enumerate(document["items"]) if item.get("reference")]
+            if lost:
+                await self._encode_again(lost, items, options, document)
         return document
+
+    async def _encode_again(
+        self,
+        places: Sequence[int],
+        items: Sequence[RequestItem],
+        options: dict[str, Any],
+        document: Document,
+    ) -> None:
+        """Puts items into a document again, with their rows, through the front door."""
+        try:
+            again = await self._transport.encode([items[place] for place in places], options)
+        except ServiceError as error:
+            if error.item is not None:
+                error.item = places[error.item]
+            raise
+        for place, item in zip(places, again["items"], strict=True):
+            document["items"][place] = item | {"index": place}
 
     @property
     def avoided(self) -> bool:
@@ -66,16 +87,17 @@ class DirectRows:
             replica.close()
 
     async def _take(self, name: str, items: Sequence[Document]) -> None:
-        """Gets the rows of the items that one replica keeps, and puts them into the items."""
+        """Gets the rows of the items that one replica keeps, and puts them into the items. Lost ones
+        keep their ids."""
         if (replica := self._replicas.get(name)) is None:
             # Replicas that are gone give out no ids, so only this closes their connections.
             self._replicas = {key: one for key, one in self._replicas.items() if one.connected}
             replica = self._replicas[name] = ReplicaRows()
         async with replica.turn():
             try:
-                reader = await replica.reader(self._transport, items[0]["reference"])
-                await replica.take(reader, items)
-            except (ConnectionError, RowsRefused, ServiceError):
+                if not self.avoided:  # by now
+                    await replica.take(self._transport, items)
+            except (ConnectionError, ServiceError):
                 self._avoided_until = monotonic() + AVOIDED_SECONDS
                 replica.close()
         turns = asyncio.Semaphore(FETCHES_AT_ONCE)
@@ -83,18 +105,19 @@ class DirectRows:
         await all_of(self._fetch(item, turns) for item in left)
 
     async def _fetch(self, item: Document, turns: asyncio.Semaphore) -> None:
-        """Gets the rows of an item through the front door, and releases its id."""
-        reference = item.pop("reference")
-        try:
-            async with turns:
+        """Gets the rows of an item through the front door, and releases its id. A lost one keeps
+        it."""
+        reference = item["reference"]
+        async with turns:
+            try:
                 document = await self._transport.fetch(reference)
-                with suppress(ServiceError):  # it expires anyway
-                    await self._transport.release(reference)
-        except ServiceError as error:
-            if error.type != "not_found":
+            except ServiceError as error:
+                if error.type == "not_found":
+                    return
                 raise
-            message = f"the embedding was lost before its rows were here: {error.message}"
-            raise ServiceError("unavailable", message, retryable=True) from error
+            with suppress(ServiceError):  # it expires anyway
+                await self._transport.release(reference)
+        del item["reference"]
         item["data"] = document["items"][0]["data"]
 
 
@@ -137,14 +160,21 @@ class ReplicaRows:
             raise ConnectionError("the replica cannot be reached")
         return found
 
-    async def take(self, reader: RowsReader, items: Sequence[Document]) -> None:
-        """Replaces the ids of items by their rows. Raises as the reader does."""
-        try:
-            await asyncio.to_thread(take_all, reader, items)
-        except BaseException:  # also if cancelled, because the thread may still be reading
-            reader.close()
-            raise
-        self._idle.append(reader)
+    async def take(self, transport: Transport, items: Sequence[Document]) -> None:
+        """Replaces the ids of items by their rows, unless the replica refuses them. Raises
+        ConnectionError, ServiceError."""
+        for last in (False, True):  # the replica may just have ended an idle connection
+            left = [item for item in items if "reference" in item]
+            reader = await self.reader(transport, left[0]["reference"])
+            try:
+                await asyncio.to_thread(take_all, reader, left)
+            except BaseException as error:  # also if cancelled: the thread may still be reading
+                reader.close()
+                if last or not isinstance(error.__cause__, ConnectionError):  # it hangs
+                    raise
+            else:
+                self._idle.append(reader)
+                return
 
     def close(self) -> None:
         """Closes idle connections. The next one asks for the replica's place again."""
@@ -170,6 +200,7 @@ def take_all(reader: RowsReader, items: Sequence[Document]) -> None:
         if not 0 <= size_bytes <= MOST_ROWS_BYTES:
             raise ValueError(f"rows of {size_bytes} bytes")
         data = uninitialised(None, size_bytes)
-        reader.take(item["reference"].partition(".")[2], memoryview(data))
-        del item["reference"]
-        item["data"] = data
+        with suppress(RowsRefused):  # the front door may still have it
+            reader.take(item["reference"].partition(".")[2], memoryview(data))
+            del item["reference"]
+            item["data"] = data

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -33,10 +35,11 @@ from actors.rows.memory import RowMemory, open_memory
 from actors.rows.reader import RowsReader, RowsRefused
 from actors.rows.server import RowsServer
 from actors.store import writer as writing
+from actors.store.kept import Kept
 from actors.store.shared_memory import share_together
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
-from actors.types import Embedding, Media, Size
+from actors.types import Embedding, Media, SharedBytes, Size
 from tests.images import jpeg
 
 CPU = torch.device("cpu")
@@ -390,6 +393,39 @@ def test_what_is_taken_need_not_be_written_and_is_released(
         gate.set()
         await asyncio.to_thread(server.stop)
         assert of.references.bytes == 0
+
+    of = pipeline()
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
+def test_an_object_is_opened_once_and_forgotten_with_its_last_entry(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    opened: list[object] = []
+
+    async def arrays(data: SharedBytes) -> list[Any]:
+        opened.append(data.object_ref)
+        return [np.full(4, place, np.uint8) for place in range(2)]
+
+    monkeypatch.setattr(pipelines, "arrays", arrays)
+
+    async def run() -> None:
+        answer = (await of.encode([media(of, 96)], "float32", 20))[0]
+        assert isinstance(answer, Embedding)
+        shared = [SharedBytes("reference", 4, place, 4) for place in range(2)]
+        kept = [Kept.of(media(of, 96), replace(answer, data=data)) for data in shared]
+        names = [of.references.keep(one, monotonic()) for one in kept]
+        for place, name in enumerate(names):
+            rows = await of.take(name)
+            assert rows is not None
+            assert set(rows) == {place}
+            of.references.release(name)
+            of.free(name)
+        assert opened == ["reference"]
+        assert not of.references.opened
 
     of = pipeline()
     try:

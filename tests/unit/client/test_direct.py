@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 from secrets import token_urlsafe
+from time import sleep
 from typing import Any
 
 import numpy as np
@@ -16,12 +19,14 @@ import torch
 
 from actors.options import ReferenceOptions
 from actors.pipeline import NO_BYTES
+from actors.rows import reader
 from actors.rows.memory import RowMemory
 from actors.rows.protocol import RowsPlace
+from actors.rows.reader import RowsReader
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.http import build
-from encoder_service.client import Client, ServiceError
+from encoder_service.client import AsyncClient, Client, ServiceError
 from encoder_service.client import direct as module
 from encoder_service.config import LimitOptions
 from encoder_service.wire.documents import RequestItem
@@ -45,12 +50,14 @@ class Keeping(Fleet):
         self.at = RowsPlace("", "")
         self.name = "replica"
         self.by_value = self.places = self.fetched = self.released = 0
+        self.sizes: list[int] = []
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
     ) -> list[Answer]:
         answers = await super().encode(media, dtype, timeout_seconds, reference=reference)
         self.by_value += not reference
+        self.sizes.append(len(media))
         return [
             self.keep(one, answer) if reference and isinstance(answer, Embedding) else answer
             for one, answer in zip(media, answers, strict=True)
@@ -110,6 +117,7 @@ def test_rows_come_from_the_replica_and_are_released_there(served: Served) -> No
             for one, kept in zip(encoded(client), served.rows(), strict=True):
                 np.testing.assert_array_equal(one, kept)
             served.fleet.kept.clear()
+    served.server.stop()  # once it has released the last one
     assert not served.fleet.store.tensors
     assert served.fleet.store.held == 0
     assert (served.fleet.places, served.fleet.fetched, served.fleet.by_value) == (1, 0, 0)
@@ -136,6 +144,43 @@ def test_a_replica_that_cannot_be_reached(served: Served, at: RowsPlace) -> None
     assert (served.fleet.fetched, served.fleet.by_value) == (3, 1)
 
 
+def test_requests_do_not_all_find_out_that_a_replica_cannot_be_reached(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[RowsPlace] = []
+
+    def connect(place: RowsPlace) -> None:
+        tried.append(place)
+        sleep(0.1)
+
+    monkeypatch.setattr(RowsReader, "connect", connect)
+
+    async def run() -> None:
+        async with AsyncClient(served.url, direct=True) as client:
+            await asyncio.gather(*(client.encode(IMAGES[:1]) for _ in range(12)))
+
+    asyncio.run(run())
+    assert len(tried) <= module.CONNECTIONS
+    assert served.fleet.fetched == 12
+
+
+def test_a_replica_that_hangs_is_asked_once(
+    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "CALL_SECONDS", 0.2)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(str(tmp_path / "hangs"))
+        listener.listen()
+        listener.setblocking(False)
+        served.fleet.at = RowsPlace(str(tmp_path / "hangs"), "")
+        with Client(served.url, direct=True) as client:
+            encoded(client)
+        listener.accept()[0].close()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert served.fleet.fetched == 3
+
+
 def test_a_replica_that_dies(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,20 +202,56 @@ def test_a_replica_that_dies(
     assert served.fleet.fetched == 3
 
 
-def test_rows_that_are_gone_are_an_error_that_may_be_retried(
+def test_items_that_are_lost_before_they_are_taken_are_encoded_again(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def forget(media: Media, answer: Embedding) -> Embedding:
+    """By value, and they alone."""
+
+    def evict(media: Media, answer: Embedding) -> Embedding:
         found = Keeping.keep(served.fleet, media, answer)
-        served.fleet.kept.clear()
-        served.fleet.store.tensors.clear()
+        if len(served.fleet.kept) > 1:
+            del served.fleet.kept[found.reference]
+            del served.fleet.store.tensors[found.reference.partition(".")[2]]
         return found
 
-    monkeypatch.setattr(served.fleet, "keep", forget)
+    monkeypatch.setattr(served.fleet, "keep", evict)
     with Client(served.url, retries=0, direct=True) as client:
-        with pytest.raises(ServiceError, match="was lost") as raised:
+        found = client.encode(IMAGES)
+        assert [one.index for one in found] == [0, 1, 2]
+        assert [one.reference for one in found] == ["", "", ""]
+        assert [one.digest for one in found] == [sha256(file).hexdigest() for file in IMAGES]
+        assert bytes(found[0].data) == served.rows()[0].tobytes()
+        assert [set(one.data) for one in found[1:]] == [{0}, {0}], "those of Fleet"
+        assert served.fleet.sizes == [3, 2]
+        assert client.client.direct
+        assert not client.client.direct.avoided
+
+        there = client.client.transport.encode
+
+        async def encode(items: list[RequestItem], options: dict[str, Any]) -> Document:
+            if options.get("reference"):
+                return await there(items, options)
+            raise ServiceError("invalid_media", "not an image", item=1)
+
+        monkeypatch.setattr(client.client.transport, "encode", encode)
+        served.fleet.kept.clear()
+        with pytest.raises(ServiceError) as raised:
             client.encode(IMAGES)
-        assert raised.value.retryable
+        assert raised.value.item == 2
+
+
+def test_an_idle_connection_that_was_just_ended_is_replaced(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(served.url, direct=True) as client:
+        encoded(client)
+        for connection in list(served.server._connections):
+            connection.end()
+        monkeypatch.setattr(RowsReader, "alive", True)  # the end has not arrived yet
+        encoded(client)
+        assert client.client.direct
+        assert not client.client.direct.avoided
+    assert served.fleet.fetched == 0
 
 
 def test_what_is_too_large_to_be_kept_is_sent(served: Served) -> None:

@@ -65,8 +65,7 @@ class Dictionary:
         self.holds[name] += 1
         return rows
 
-    def drop(self, name: str) -> None:
-        self.holds[name] -= 1
+    def release(self, name: str) -> None:
         del self.tensors[name]
 
     @property

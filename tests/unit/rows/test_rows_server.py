@@ -203,6 +203,7 @@ def test_a_server_that_stops_does_not_wait_for_ever(
         b"GET /v1/model HTTP/1.1\r\nHost: a\r\n\r\n" * 4,
         bytes([VERSION + 1]) + HOLD + b"x" * 32,
         bytes([VERSION]) + HOLD + b"\xff" * 32,
+        bytes([VERSION]) + TAKE + b"\xff" * 64,
         bytes([VERSION]) + HOLD,
     ],
 )
@@ -296,6 +297,23 @@ def test_strangers_do_not_keep_readers_out(
         reader.close()
     for one in strangers:
         one.close()
+
+
+def test_readers_that_hold_nothing_make_room(
+    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one used longest ago."""
+    monkeypatch.setattr(server, "MOST_CONNECTIONS", 3)
+    holding, used, idle = (reader_of(place) for _ in range(3))
+    holding.hold(store.keep(ROWS))
+    idle.ping()
+    used.ping()
+    latest = reader_of(place)
+    for reader in (latest, used, holding):
+        reader.ping()
+    assert not idle.alive
+    for reader in (latest, used, holding):
+        reader.close()
 
 
 def test_readers_are_served_again_once_threads_can_be_started(
@@ -424,6 +442,20 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     with pytest.raises(ConnectionError):  # it sends as many bytes as there are
         reader.take(others, memory[1:])
     until(lambda: store.held == 0)
+
+
+def test_what_could_not_be_sent_is_not_released(
+    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its reader asks the front door."""
+    monkeypatch.setattr(server, "SEND_SECONDS", 0.3)
+    name = "a" * 32 + "." + "b" * 32
+    store.tensors[name] = ROWS
+    with closing(raw(place)) as lazy:
+        lazy.sendall(bytes([VERSION]) + TAKE + name.replace(".", "").encode())
+        until(lambda: store.held == 1)
+        until(lambda: store.held == 0)
+    assert name in store.tensors
 
 
 def test_the_end_waits_for_what_is_being_taken(
