@@ -8,7 +8,8 @@ HOLD keeps an embedding from being evicted, and its memory from being reused, un
 of the connection. A connection ends when nothing is received for HOLD_SECONDS.
 
 TAKE, followed by the 32 characters after the second ".", is the only request needed for an id that
-was made for one reader: the id is released once its rows have been sent, and stays if they cannot be.
+was made for one reader: the id is released once its rows have been sent. If they cannot be sent, it
+stays.
 
 A server without room for another connection ends the least recently used one that holds nothing.
 """

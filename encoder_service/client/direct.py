@@ -21,7 +21,7 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import WIDTHS, Document
 
 CONNECTIONS = 4
-"""Maximum connections to one replica, which accepts 128 in total, and ends idle ones beyond that."""
+"""Maximum connections to one replica, which accepts 128 in total and then ends idle ones."""
 AVOIDED_SECONDS = 60.0
 """How long rows come through the front door after a replica could not be reached."""
 FETCHES_AT_ONCE = 4
@@ -87,8 +87,8 @@ class DirectRows:
             replica.close()
 
     async def _take(self, name: str, items: Sequence[Document]) -> None:
-        """Gets the rows of the items that one replica keeps, and puts them into the items. Lost ones
-        keep their ids."""
+        """Gets the rows of the items that one replica keeps, and puts them into the items. Those
+        that are lost keep their ids."""
         if (replica := self._replicas.get(name)) is None:
             # Replicas that are gone give out no ids, so only this closes their connections.
             self._replicas = {key: one for key, one in self._replicas.items() if one.connected}
@@ -105,8 +105,8 @@ class DirectRows:
         await all_of(self._fetch(item, turns) for item in left)
 
     async def _fetch(self, item: Document, turns: asyncio.Semaphore) -> None:
-        """Gets the rows of an item through the front door, and releases its id. A lost one keeps
-        it."""
+        """Gets the rows of an item through the front door, and releases its id, unless they are
+        lost."""
         reference = item["reference"]
         async with turns:
             try:
