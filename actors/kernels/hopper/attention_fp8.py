@@ -65,10 +65,11 @@ class HopperLongAttention:
             segments += [gap, length]
             chosen += [False, long]
             start += gap + length
-        patch = np.arange(sum(lengths), dtype=np.int32)
-        gaps, in_long = np.cumsum(segments[::2]), np.repeat(chosen[1::2], lengths)
+        counts, patch = np.asarray(lengths, np.int64), np.arange(sum(lengths), dtype=np.int32)
+        gaps = np.repeat(np.cumsum(segments[::2], dtype=np.int64), counts)
+        in_long = np.repeat(np.asarray(chosen[1::2], np.bool_), counts)
         slots = np.full(rows, -1, np.int32)
-        slots[patch + np.repeat(gaps, lengths)] = np.where(in_long, patch, -2 - patch)
+        slots[patch + gaps] = np.where(in_long, patch, -2 - patch)
         table = item_table(segments, RING, items, chosen)
         return {"attention_long_items": table, "attention_slots": torch.from_numpy(slots)}
 
