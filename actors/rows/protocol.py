@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from time import monotonic
 from typing import Any, Literal
 
@@ -77,6 +78,11 @@ class RowsPlace:
     unix: str  # path of the socket, for processes of the replica's user
     tcp: str  # address and port
     version: int = VERSION
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any]) -> RowsPlace:
+        """From what the front door says; a newer one may say more. Raises KeyError."""
+        return cls(**{one.name: told[one.name] for one in fields(cls)})
 
 
 def limited(connection: socket.socket, receive_seconds: float, send_seconds: float) -> None:

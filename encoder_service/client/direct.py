@@ -8,7 +8,6 @@ import math
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import fields
 from time import monotonic
 from typing import Any
 
@@ -152,9 +151,7 @@ class ReplicaRows:
             if (reader := self._idle.pop()).alive:
                 return reader
         if self._place is None:
-            place = await transport.place(reference)
-            # A newer service may send more fields.
-            self._place = RowsPlace(**{one.name: place[one.name] for one in fields(RowsPlace)})
+            self._place = RowsPlace.read(await transport.place(reference))
         found = await asyncio.to_thread(RowsReader.connect, self._place)
         if found is None:
             raise ConnectionError("the replica cannot be reached")

@@ -273,8 +273,8 @@ class RowSource:
         transport: Any = self.client.client.transport
         try:
             place = self._asked(transport.place(name), PLACE_SECONDS)
-            return RowsReader.connect(RowsPlace(**place))
-        except (ServiceError, TimeoutError, TypeError):  # an older service, or no such replica
+            return RowsReader.connect(RowsPlace.read(place))
+        except (ServiceError, TimeoutError, KeyError):  # an older service, or no such replica
             return None
 
     def _asked(self, call: Coroutine[Any, Any, Any], seconds: float) -> Any:
