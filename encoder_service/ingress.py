@@ -200,7 +200,7 @@ class ChatFleet:
         except BackPressureError:
             raise Overloaded(
                 "every replica of the language model is busy and the queue is full "
-                "(llm.max_queued_requests): come back later"
+                "(llm.max_queued_requests): try again later"
             ) from None
         except (*LOST, RayTaskError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error

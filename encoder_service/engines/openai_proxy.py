@@ -100,7 +100,7 @@ class Proxy:
         self.encoder = encoder
         self.tokens = Tokens(auth)
         self.buffered = Buffered(
-            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+            limits.max_buffered_bytes, "buffered requests (limits.max_buffered_bytes)"
         )
         self.client = httpx.AsyncClient(
             base_url=upstream,
