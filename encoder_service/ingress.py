@@ -153,7 +153,9 @@ class RouterBackend:
     async def ready_replicas(self) -> int:
         status = await self.router.status()
         if not status.replicas:
-            raise Unavailable("no encoder is ready yet: they load weights and capture graphs")
+            raise Unavailable(
+                "no encoder is ready yet: encoders are loading weights and capturing graphs"
+            )
         return len(status.replicas)
 
     async def scrape(self) -> Scrape:

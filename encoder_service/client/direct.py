@@ -93,7 +93,7 @@ class DirectRows:
         except ServiceError as error:
             if error.type != "not_found":
                 raise
-            message = f"the embedding was lost before its rows were here: {error.message}"
+            message = f"the embedding was lost before its rows were received: {error.message}"
             raise ServiceError("unavailable", message, retryable=True) from error
         item["data"] = document["items"][0]["data"]
 

@@ -365,7 +365,7 @@ def test_budgets_are_whole_windows(tmp_path: Path) -> None:
     tower = load(options, torch.device("cpu"))
     room = model_capacity(GraphOptions(), tower.spec)
     assert all(budget % 13 == 0 for budget in room.budgets[0])
-    with pytest.raises(ConfigError, match="100 is no multiple of 13, the tokens of a window"):
+    with pytest.raises(ConfigError, match="100 is not a multiple of 13, the tokens per window"):
         tower.inputs("default", 100, 1)
 
 
