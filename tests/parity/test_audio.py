@@ -414,7 +414,7 @@ def test_conformers_that_are_not_supported_are_named(
     ("kind", "change", "told"),
     [
         ("qwen3_omni_moe", {"n_window": 100}, "n_window of the audio encoder: only 50"),
-        ("qwen3_omni_moe", {"n_window_infer": 250}, "n_window_infer.*no multiple of 100"),
+        ("qwen3_omni_moe", {"n_window_infer": 250}, "n_window_infer.*not a multiple of 100"),
         ("qwen2_5_omni", {"n_window": 75}, "a token would be of two windows"),
         ("qwen2_5_omni", {"activation_function": "relu"}, "activation_function of the audio"),
     ],
