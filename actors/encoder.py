@@ -218,7 +218,7 @@ class Encoder:
         engine = self.pipeline.engine
         stalled_seconds = engine.stalled_seconds()
         if not self.pipeline.decoder.alive():
-            raise Unavailable("the decoding processes do not start, so nothing is decoded")
+            raise Unavailable("the decoding processes do not start")
         if not engine.alive() or stalled_seconds > self.options.encoder.max_stall_seconds:
             raise Unavailable(
                 f"the engine is stuck: no pack has finished for {stalled_seconds:.0f} s"

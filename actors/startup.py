@@ -51,7 +51,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
         )
     except torch.OutOfMemoryError as error:
         raise StartError(
-            f"out of device memory while weights were loaded: {more(device)}. torch said: {error}"
+            f"out of device memory while loading weights: {more(device)}. torch said: {error}"
         ) from error
     capacity = model_capacity(options.graphs, tower.spec)
     if options.graphs.sizes_file:

@@ -153,7 +153,9 @@ class RouterBackend:
     async def ready_replicas(self) -> int:
         status = await self.router.status()
         if not status.replicas:
-            raise Unavailable("no encoder is ready yet: they load weights and capture graphs")
+            raise Unavailable(
+                "no encoder is ready yet: encoders are loading weights and capturing graphs"
+            )
         return len(status.replicas)
 
     async def scrape(self) -> Scrape:
@@ -200,7 +202,7 @@ class ChatFleet:
         except BackPressureError:
             raise Overloaded(
                 "every replica of the language model is busy and the queue is full "
-                "(llm.max_queued_requests): come back later"
+                "(llm.max_queued_requests): try again later"
             ) from None
         except (*LOST, RayTaskError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error

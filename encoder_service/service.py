@@ -91,11 +91,11 @@ class Service:
         budget = model_capacity(options.graphs, spec).tokens[spec.image_path]
         self.admission = Admission(spec, options.limits, options.fetch, options.preprocess, budget)
         self.buffered = Buffered(
-            options.limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+            options.limits.max_buffered_bytes, "buffered requests (limits.max_buffered_bytes)"
         )
         self.unsent = Buffered(
             options.limits.max_unsent_bytes,
-            "too many answers wait here to be read (limits.max_unsent_bytes)",
+            "unread responses (limits.max_unsent_bytes)",
         )
         self.backend = backend
         self.metrics = ServiceMetrics()
@@ -238,7 +238,9 @@ class Service:
         most = self.limits.timeout_seconds
         seconds = most if options.timeout_s is None else options.timeout_s
         if seconds > most:
-            raise InvalidOption(f"options.timeout_s: {seconds:g} is over the limit of {most:g}")
+            raise InvalidOption(
+                f"options.timeout_s is {seconds:g}; limits.timeout_seconds is {most:g}: lower it"
+            )
         deadline = Deadline(seconds)
         work = self.admission.admit(items, take, options.evs_rate, options.kwargs())
         admitted = await deadline.keep(work)

@@ -15,7 +15,7 @@ class RouterMetrics:
         counter = partial(Counter, namespace="encoder", registry=self.registry)
         self.outstanding_patches = Gauge(
             "encoder_router_outstanding_patches",
-            "Patches that this router has on a replica.",
+            "Patches in flight from this router to a replica.",
             ["replica"],
             registry=self.registry,
         )
@@ -29,14 +29,14 @@ class RouterMetrics:
         )
         self.bytes = counter(
             "router_bytes_total",
-            "Bytes of items sent to replicas and of rows that they gave; `node` is local where the "
-            "replica is on this router's node, else remote.",
+            "Bytes of items sent to replicas and of rows received; `node` is local if the replica "
+            "is on this router's node, else remote.",
             ["what", "node"],
         )
         self.shards = counter("router_shards_total", "Calls to replicas.")
         self.replans = counter(
             "router_replans_total",
-            "Items that were retried, mostly because their replica was lost or refused them.",
+            "Items retried, mostly because their replica was lost or refused them.",
         )
         self.coalesced = counter(
             "router_coalesced_total", "Items that joined an identical item in flight."
@@ -46,7 +46,7 @@ class RouterMetrics:
             "Items sent to the replica whose cache should hold their embedding.",
         )
         self.rejections = counter(
-            "router_rejections_total", "Requests refused because too many patches were in flight."
+            "router_rejections_total", "Requests rejected because too many patches were in flight."
         )
         self._seen: set[str] = set()
         self._rendering = Lock()

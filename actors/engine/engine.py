@@ -148,7 +148,9 @@ class Engine:
                 self._waiting.clear()
             for waiting in left:
                 with suppress(InvalidStateError):  # completed or cancelled
-                    waiting.answer.set_exception(Unavailable(f"the encoder broke down: {error}"))
+                    waiting.answer.set_exception(
+                        Unavailable(f"the encoder failed and cannot continue: {error}")
+                    )
 
     def _step(self) -> bool:
         """Launches a pack if items wait, and completes one that is due. False: closed, and nothing
@@ -227,7 +229,9 @@ class Engine:
         """Retries each item by itself, so that one bad item does not fail the others."""
         self._progress = monotonic()
         if not self.device.alive():
-            log.critical("the device is lost (%s): ending this process to be replaced", error)
+            log.critical(
+                "the device is lost (%s): exiting, so that this process is replaced", error
+            )
             os._exit(70)
         log.error("a pack of %d items failed: %s", len(waiting), error, exc_info=error)
         for one in waiting:

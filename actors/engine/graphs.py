@@ -347,15 +347,15 @@ def capture(
             graphs[path].capture(report)
         except torch.OutOfMemoryError as error:
             raise StartError(
-                f"out of device memory after {done} of {total} graphs, while those of path {path} "
-                f"were captured: lower the largest of graphs.token_budgets, or {more(device)}. "
+                f"out of device memory after {done} of {total} graphs while capturing path "
+                f"{path}: lower the largest of graphs.token_budgets, or {more(device)}. "
                 f"torch said: {error}"
             ) from error
         metrics.captured_graphs.labels(path).set(graphs[path].captured())
     ours = device.memory_bytes() - before
     metrics.graph_memory_bytes.set(ours)
     log.info(
-        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB that CUDA keeps of graphs",
+        "captured %d budgets in %.1f s: %.2f GB of tensors, %.3f GB held by CUDA for the graphs",
         *(total, monotonic() - started, ours / 1e9),
         (device.used_bytes() - used_before - ours) / 1e9,
     )
@@ -378,7 +378,7 @@ def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> P
     costs = [monotone(path.replay_seconds()) for path in graphs.values()]
     for path, seconds in zip(graphs, costs, strict=True):
         shown = ", ".join(f"{budget} {each * 1000:.2f}" for budget, each in seconds.items())
-        log.info("milliseconds of a replay, %s: %s", path, shown)
+        log.info("replay times in milliseconds, %s: %s", path, shown)
     # Traffic of few sizes repeats lists of items.
     cut = lru_cache(CACHED_PLANS)(partial(least_cost, costs=costs))
     return lambda plans, capacity: cut(tuple(plans), capacity)

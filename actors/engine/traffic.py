@@ -132,7 +132,7 @@ def learned(path: str, room: Capacity, spec: ModelSpec) -> Capacity:
         ladders = planned_ladders(loads, room, spec.sizing, unseen=UNSEEN)
     except Exception as error:
         log.warning(
-            "graphs.sizes_file: nothing to learn from, so the default budgets are captured: %s: %s",
+            "graphs.sizes_file: no sizes to learn from; capturing the default budgets: %s: %s",
             type(error).__name__,
             error,
         )

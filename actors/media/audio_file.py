@@ -54,7 +54,7 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     within the `with` block, become InvalidMedia."""
     name = demuxer(data)
     if name is None:
-        raise UnsupportedMedia(f"the file is not a sound that is read here: send {CONTAINERS}")
+        raise UnsupportedMedia(f"the file is not in a supported audio format: send {CONTAINERS}")
     with container_of(data, name, "sound", DECODERS) as container:
         if not container.streams.audio:
             raise InvalidMedia("the file has no audio stream")

@@ -60,8 +60,8 @@ POLL_SECONDS = 1.0  # how often a thread that waits for an answer checks whether
 
 STOPPING = "this encoder is stopping: try again"
 FATAL = (
-    "the process that decodes the file exited twice: the file is damaged, or takes more memory "
-    "than there is"
+    "the process decoding the file exited twice: the file is damaged, or needs more memory "
+    "than is available"
 )
 
 
@@ -248,7 +248,7 @@ class Decoder:
                 return
         self.close()
         raise StartError(
-            "the processes that decode do not start: see what they wrote to stderr, or set "
+            "the decoding processes do not start: see their stderr, or set "
             f"preprocess.processes to 0 ({self._failure})"
         )
 
@@ -341,13 +341,13 @@ class Decoder:
             process.end()
             if process.fingerprint:
                 raise StartError(
-                    f"a process that decodes knows the model as {process.fingerprint}, not as "
+                    f"a decoding process has the model fingerprint {process.fingerprint}, not "
                     f"{expected}: does it run other code?"
                 )
-            log.error("a process that decodes did not start")
+            log.error("a decoding process did not start")
             if self._closing:
                 raise Unavailable(STOPPING)
-        raise Unavailable(f"processes that decode ended {MAX_FAILED_STARTS} times at start")
+        raise Unavailable(f"decoding processes exited {MAX_FAILED_STARTS} times at start")
 
     def _feed(self, process: DecodeProcess, slab: Slab) -> bool:
         """Sends jobs to a process. Waits until there are some. False: closed, and all is done."""
@@ -438,9 +438,9 @@ class Decoder:
         process.end()
         overdue = process.overdue
         if overdue and overdue.abandoned:
-            log.warning("a decoding process is replaced: nobody waits for its item any more")
+            log.warning("replacing a decoding process: nobody is waiting for its item any more")
         else:
-            log.error("a decoding process exited or hangs: it is replaced")
+            log.error("replacing a decoding process that exited or hangs")
         self._series.decode_restarts.inc()
         again: list[Job] = []
         while process.jobs:

@@ -46,7 +46,7 @@ def prepare(patchifier: Patchifier, media: Media) -> Item:
     plan, patches = patchifier.patchify(decode(media.data, media.alpha))
     if plan != media.plan:
         raise InvalidMedia(
-            f"the image is not of the size that its header says: it gives a grid of {plan.grid_thw}"
+            f"the image differs in size from its header: it gives a grid of {plan.grid_thw}"
             f", not {media.plan.grid_thw}. Save it again"
         )
     whole = patches.numpy()
@@ -82,7 +82,7 @@ def decoded_frames(patchifier: Patchifier, media: Media, clip: Clip) -> Iterator
     for place, data in enumerate(media.frames):
         frame = decode(data, media.alpha)
         if frame.shape[1:] != (clip.size.height, clip.size.width):
-            raise InvalidMedia(f"frames[{place}] is not of the size that its header says")
+            raise InvalidMedia(f"frames[{place}] differs in size from its header")
         yield frame
 
 
@@ -147,7 +147,7 @@ def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
         least, most = values.min(), values.max()
         if not (least >= 0 and most <= (65535 if image.mode == "I" else 255)):  # NaN included
             raise UnsupportedMedia(
-                f"the samples of the image are from {least} to {most}, a range of no known "
+                f"the samples of the image are from {least} to {most}, a range of unknown "
                 "meaning: save it with 8 or 16 bits, or as floats from 0 to 1"
             )
         if image.mode == "F":

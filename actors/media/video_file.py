@@ -68,7 +68,7 @@ def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
     within the `with` block, become InvalidMedia."""
     name = demuxer(data)
     if name is None:
-        raise UnsupportedMedia(f"the file is not a video that is read here: send {CONTAINERS}")
+        raise UnsupportedMedia(f"the file is not in a supported video format: send {CONTAINERS}")
     with container_of(data, name, "video", DECODERS) as container:
         if not container.streams.video:
             raise InvalidMedia("the file has no video stream")

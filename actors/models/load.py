@@ -161,7 +161,7 @@ def reason_for(options: ModelOptions, files: Files, name: str) -> str:
                 place[path[-1]] = other
                 another = read(options, Notes(noted.contents | {"config.json": changed}))
                 if (name in family_of(another).expected) is not expected:
-                    return f". Whether there is {name} depends on {'.'.join(path)}, here {value}"
+                    return f". Whether {name} exists depends on {'.'.join(path)}, which is {value}"
     return ""
 
 

@@ -66,8 +66,8 @@ class TileTower(Tower):
         tiles, rest = divmod(tokens, self.sizing.tile_tokens)
         if rest:
             raise ConfigError(
-                f"graphs.token_budgets: {tokens} is no multiple of {self.sizing.tile_tokens}, "
-                f"the tokens of a tile of {self.spec.id}"
+                f"graphs.token_budgets: {tokens} is not a multiple of {self.sizing.tile_tokens}, "
+                f"the tokens per tile of {self.spec.id}"
             )
         patches = tiles * self.sizing.side_patches**2
         return {

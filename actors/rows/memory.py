@@ -112,7 +112,7 @@ class OpenedShared(OpenedMemory):
         finally:
             os.close(file)
         if self.whole[:KEY_BYTES].numpy().tobytes() != handle.check.encode():
-            raise OSError(f"{handle.where} is not the memory that was offered")
+            raise OSError(f"{handle.where} is not the offered memory")
         self.header = self.whole[KEY_BYTES:HEADER_BYTES]
         self.memory = self.whole[handle.offset :]
 

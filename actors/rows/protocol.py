@@ -142,5 +142,5 @@ def receive_answer(connection: socket.socket) -> dict[str, Any]:
     receive_into(connection, memoryview(text))
     fields: dict[str, Any] = json.loads(text)
     if not isinstance(fields, dict):
-        raise ValueError("an answer that is no object")
+        raise ValueError("an answer that is not an object")
     return fields

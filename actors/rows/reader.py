@@ -119,7 +119,7 @@ class RowsReader:
         halves = name.split(".")
         valid = name.isascii() and all(len(half) == NAME_BYTES for half in halves)
         if not valid or len(halves) != (2 if verb == TAKE else 1):
-            raise RowsRefused("this is no id of an embedding")
+            raise RowsRefused("this is not an id of an embedding")
         with self._lock:
             if self._closed:
                 raise ConnectionError("the connection to the replica was lost")

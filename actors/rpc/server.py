@@ -316,7 +316,7 @@ class RouterStream:
             failure = Unavailable("the encoder dropped the call")
         except Exception as error:
             if not isinstance(error, ServiceError):
-                log.exception("a call of a router failed")
+                log.exception("a call from a router failed")
             failure = error
         self._send(pb.Outcome(id=call.id, error=error_fields(failure)))
 

@@ -131,7 +131,7 @@ class Receiver:
         finally:
             forget(reference)
         if total(rows) != remote.total:
-            raise EmbeddingLost("the embedding's memory was given to others before it was read")
+            raise EmbeddingLost("the embedding's memory was reused before it was read")
         return rows
 
 

@@ -21,7 +21,7 @@ class EncoderMetrics:
         histogram = partial(Histogram, namespace="encoder", registry=self.registry, buckets=SECONDS)
         self.items = counter(
             "items_total",
-            "Items answered with an embedding, by where it came from.",
+            "Items answered with an embedding, by its source.",
             ("type", "source"),
         )
         self.failures = counter("item_failures_total", "Items answered with an error.", ("error",))
@@ -46,7 +46,7 @@ class EncoderMetrics:
         )
         self.patches = counter("patches_total", "Patches encoded.")
         self.pruned_patches = counter(
-            "pruned_patches_total", "Patches of images not encoded: preprocess.prune dropped them."
+            "pruned_patches_total", "Image patches that preprocess.prune dropped before encoding."
         )
         self.video_runs = counter(
             "video_runs_total", "Chunks of videos that did not fit into one pack."
@@ -54,24 +54,24 @@ class EncoderMetrics:
         self.pack_items = histogram("pack_items", "Items per pack.", buckets=ITEMS)
         self.item_tokens = histogram(
             "item_tokens",
-            "Tokens computed per item or video chunk, without padding, on all paths.",
+            "Tokens computed per item or video chunk, over all paths, without padding.",
             buckets=TOKENS,
         )
         self.queue_seconds = histogram(
-            "queue_seconds", "Seconds from a decoded item to the start of its pack."
+            "queue_seconds", "Seconds from the end of an item's decoding to the start of its pack."
         )
         self.decode_queue_seconds = histogram(
-            "decode_queue_seconds", "Seconds that an item waits for a free decoder."
+            "decode_queue_seconds", "Seconds an item waits for a free decoder."
         )
         self.preprocess_seconds = histogram(
-            "preprocess_seconds", "Seconds of decoding, resizing and patchifying an item."
+            "preprocess_seconds", "Seconds to decode, resize and patchify an item."
         )
         self.preprocessed = counter("preprocessed_items_total", "Items decoded and patchified.")
         self.decode_restarts = counter(
             "decode_restarts_total", "Decoder processes replaced because they exited or hung."
         )
         self.encode_seconds = histogram(
-            "encode_seconds", "Seconds from the start of a pack to its rows on the host."
+            "encode_seconds", "Seconds from the start of a pack until its rows are on the host."
         )
         self.busy_seconds = counter(
             "busy_seconds_total", "Seconds during which a pack was on the device."
@@ -93,7 +93,7 @@ class EncoderMetrics:
         )
         self.shared_cache_skipped = counter(
             "shared_cache_skipped_total",
-            "Embeddings not written to the shared cache: writing was behind, or paused.",
+            "Embeddings not written to the shared cache because writing was behind or paused.",
         )
         self.shared_cache_seconds = histogram(
             "shared_cache_seconds", "Seconds to read an embedding from the shared cache."
@@ -105,9 +105,9 @@ class EncoderMetrics:
             "nixl_items_total", "Items whose rows were left in device memory."
         )
         self.nixl_full = counter(
-            "nixl_full_total", "Items sent by shared memory because device memory was full."
+            "nixl_full_total", "Items sent through shared memory because device memory was full."
         )
-        self.references = gauge("references", "Embeddings kept for clients, by id.")
+        self.references = gauge("references", "Embeddings kept for clients under an id.")
         self.reference_bytes = gauge("reference_bytes", "Bytes of the embeddings kept for clients.")
         self.references_held = gauge(
             "references_held", "Embeddings kept for clients that language models are about to read."
@@ -116,7 +116,8 @@ class EncoderMetrics:
             "reference_device_bytes", "Bytes of references.device_bytes in use."
         )
         self.reference_evictions = counter(
-            "reference_evictions_total", "Embeddings kept for clients, evicted before they expired."
+            "reference_evictions_total",
+            "Embeddings kept for clients that were evicted before they expired.",
         )
         self.captured_graphs = gauge("captured_graphs", "Captured graphs.", ("path",))
         self.graph_memory_bytes = gauge(
@@ -125,8 +126,8 @@ class EncoderMetrics:
 
         self.measured_seconds = gauge(
             "measured_seconds",
-            "Measured at start: seconds of a launch, of a patch, and of the attention between two "
-            "patches. Routers balance by them.",
+            "Seconds per launch, per patch, and per pair of patches in attention, measured at "
+            "start. Routers balance by them.",
             ("of",),
         )
 

@@ -39,13 +39,13 @@ def check_size(
     less = "send fewer items at a time" if len(media) > 1 else "raise it, send a smaller item"
     advice = f"{less}, or ask for ids with options.reference"
     if options.encoding == "float" and most > MOST_FLOAT_BYTES:
-        most, name = MOST_FLOAT_BYTES, "the most for lists of numbers"
+        most, name = MOST_FLOAT_BYTES, "the limit for lists of numbers"
         advice = "leave options.encoding out, or send fewer or smaller items"
     if options.reference:
         most, name = references.max_bytes, "references.max_bytes"
         advice = "raise it, or send a smaller item"
         if len(media) > 1:
-            advice = "send fewer items at a time: the first would make room for the last"
+            advice = "send fewer items at a time, because the last would evict the first"
     tokens = sum(retained_tokens(one.plan, one.evs_rate) for one in media)
     size_bytes = tokens * spec.width * WIDTHS[options.dtype]
     if size_bytes > most:

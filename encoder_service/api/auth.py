@@ -40,9 +40,9 @@ class Tokens:
         # Every token is compared, so that the time taken reveals nothing.
         matches = [hmac.compare_digest(digest, known) for known in self._known()]
         if scheme.lower() != "bearer" or not token.strip():
-            raise Unauthorized("this service asks for a token: send `Authorization: Bearer TOKEN`")
+            raise Unauthorized("this service requires a token: send `Authorization: Bearer TOKEN`")
         if not any(matches):
-            raise Unauthorized("the token is not one of this service's (auth.token_sha256)")
+            raise Unauthorized("the token is unknown to this service (auth.token_sha256)")
 
     def _known(self) -> tuple[str, ...]:
         """The current digests. If the file can no longer be read, they stay as they were."""

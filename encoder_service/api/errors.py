@@ -107,7 +107,7 @@ def fault(error: BaseException, request_id: str) -> Fault:
     row = row_of(type(original))
     if row is INTERNAL or not isinstance(original, ServiceError):
         log.error("request %s failed", request_id, exc_info=error)
-        return Fault(INTERNAL, f"something went wrong here; request {request_id} is in the logs")
+        return Fault(INTERNAL, f"internal error: see request {request_id} in the logs")
     wait = original.retry_after_seconds if isinstance(original, Overloaded) else None
     return Fault(row, original.message[:MOST_CHARACTERS], retry_after_seconds=wait)
 

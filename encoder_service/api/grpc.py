@@ -264,8 +264,7 @@ class EncoderCalls:
         """Counts a call. Raises Overloaded if too many are in progress."""
         if self.calls >= self.most_calls:
             raise Overloaded(
-                f"{self.calls} calls are under way here (ingress.max_ongoing_requests): come back "
-                "later"
+                f"{self.calls} calls in progress (ingress.max_ongoing_requests): try again later"
             )
         self.calls += 1
         try:
@@ -306,7 +305,7 @@ class HealthCalls:
         if self.watches >= MOST_WATCHES:
             await context.abort(
                 grpc.StatusCode.RESOURCE_EXHAUSTED,
-                f"{MOST_WATCHES} others watch already: call Check instead",
+                f"{MOST_WATCHES} clients watch already: call Check instead",
             )
         self.watches += 1
         try:

@@ -105,7 +105,9 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                     raise TooLarge(f"the message is over {most_bytes} bytes")
                 return handler.request_deserializer(raw)
             except DecodeError:
-                problem = InvalidRequest("the message cannot be read: is it of another .proto?")
+                problem = InvalidRequest(
+                    "the message cannot be parsed: does the client use another .proto?"
+                )
             except ServiceError as found:
                 problem = found
             async with answering(self.service, api, context):
@@ -162,7 +164,7 @@ class Reads:
                         if self.waiting:
                             raise Overloaded(
                                 f"the message did not arrive within {SHARED_SECONDS:g} s, and "
-                                "others wait to be read: send it again, with less in it"
+                                "others are waiting: send it again, or send less"
                             )
                     return read.result()
                 finally:

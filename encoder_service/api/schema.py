@@ -22,7 +22,7 @@ def without_default(shown: dict[str, Any]) -> None:
     shown.pop("default", None)
 
 
-OF_A_FILE = "Of a video file: "
+OF_A_FILE = "For video files: "
 
 
 class KwargsFields(BaseModel):
@@ -39,32 +39,36 @@ class KwargsFields(BaseModel):
         gt=0,
         lt=MOST_COUNT,
         strict=True,
-        description="Smaller images, and frames of videos, are enlarged to it.",
+        description="Smaller images and video frames are enlarged to this many pixels.",
     )
     max_pixels: int | None = Field(
         None,
         gt=0,
         lt=MOST_COUNT,
         strict=True,
-        description="Larger images, and frames of videos, are shrunk to it.",
+        description="Larger images and video frames are shrunk to this many pixels.",
     )
     max_patches: int | None = Field(
         None,
         gt=0,
         lt=MOST_COUNT,
         strict=True,
-        description="Of models that cut tiles: the most tiles of an image. Of Kimi and SigLIP 2: "
-        "the most patches of an image or a frame.",
+        description="For models that cut tiles: maximum tiles per image. For Kimi and SigLIP 2: "
+        "maximum patches per image or frame.",
     )
     fps: float | None = Field(
-        None, gt=0, lt=MOST_COUNT, strict=True, description=OF_A_FILE + "frames to take per second."
+        None,
+        gt=0,
+        lt=MOST_COUNT,
+        strict=True,
+        description=OF_A_FILE + "frames to sample per second.",
     )
     num_frames: int | None = Field(
         None,
         gt=0,
         lt=MOST_COUNT,
         strict=True,
-        description=OF_A_FILE + "frames to take, instead of `fps`.",
+        description=OF_A_FILE + "frames to sample, instead of `fps`.",
     )
 
     def kwargs(self) -> ProcessorKwargs:
@@ -80,33 +84,33 @@ class RequestOptions(KwargsFields):
 
     dtype: Dtype = Field(
         "bfloat16",
-        description="If not given: float32 for rows in a JSON or npz response, otherwise "
-        "bfloat16. In npz, bfloat16 becomes float32. float8_e4m3: e4m3fn, with a scale for each "
-        "row; not for npz, nor for lists of numbers.",
+        description="Defaults to float32 for rows in a JSON or npz response, otherwise to "
+        "bfloat16. In npz, bfloat16 becomes float32. float8_e4m3 is e4m3fn with one scale per row; "
+        "it is not available for npz and for lists of numbers.",
         json_schema_extra=without_default,
     )
     timeout_s: float | None = Field(
-        None, gt=0, strict=True, description="None: the service's default."
+        None, gt=0, strict=True, description="Defaults to the service's own timeout."
     )
     on_error: Literal["fail", "return"] = Field(
         "fail",
-        description="fail: the first error is the response; return: errors are in their items.",
+        description="fail: the response is the first error; return: each error replaces its item.",
     )
     evs_rate: float = Field(
         0.0,
         ge=0,
         lt=1,
         strict=True,
-        description="The share of each video's rows that is dropped after encoding, where little "
+        description="The fraction of each video's rows to drop after encoding, where little "
         "changes from one group of frames to the next. Images keep all rows.",
     )
     reference: bool = Field(
         False,
         strict=True,
-        description="Keep the embeddings for a while and return ids to fetch them by.",
+        description="Keep the embeddings for a while and return ids for fetching them.",
     )
     encoding: Literal["base64", "float"] | None = Field(
-        None, description="How a JSON response has its tensors; base64 if not given."
+        None, description="How tensors are encoded in a JSON response. Defaults to base64."
     )
 
 
@@ -153,8 +157,8 @@ class ErrorDocument(BaseModel):
     error: ErrorBody
 
 
-TIMES = "Of a video: the time of each temporal group in seconds, as the model counts."
-PACE = "Of a video: seconds from one temporal group to the next."
+TIMES = "For videos: the time of each temporal group in seconds, as the model counts."
+PACE = "For videos: seconds from one temporal group to the next."
 
 
 class ItemDocument(BaseModel):
@@ -163,9 +167,9 @@ class ItemDocument(BaseModel):
     index: int
     type: Kind
     grid_thw: Grid = Field(
-        description="Temporal groups, rows, columns, in patches. For models that cut tiles: "
-        "of all tiles side by side, without the one that shows the whole image. Of a sound: "
-        "windows, 1, positions of a window."
+        description="Temporal groups, rows and columns, in patches. For models that cut tiles: "
+        "all tiles side by side, without the one that shows the whole image. For sounds: "
+        "windows, 1, positions per window."
     )
     tokens: int
     dtype: Dtype
@@ -177,28 +181,30 @@ class ItemDocument(BaseModel):
     )
     scales: str | None = Field(
         None,
-        description="With float8_e4m3: float32, little-endian, one for each row, by which its "
-        "values are multiplied.",
+        description="With float8_e4m3: one float32 factor per row, little-endian, by which the "
+        "row's values are multiplied.",
     )
     reference: str | None = Field(None, description="Id for GET /v1/embeddings/{id}.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     source: Source
-    deepstack: int = Field(description="Deepstack features that follow the main features in a row.")
+    deepstack: int = Field(
+        description="Number of deepstack features that follow the main features in a row."
+    )
     notice: str | None = Field(
         None,
-        description="Set if the picture was changed before encoding: transparency was composited, "
+        description="Set if the image was changed before encoding: transparency was composited, "
         "more than 8 bits per channel were scaled, CMYK was converted, or only the first frame was "
         "encoded.",
     )
     timestamps: list[float] | None = Field(None, description=TIMES)
     second_per_grid_ts: float | None = Field(None, description=PACE)
     frame_tokens: list[int] | None = Field(
-        None, description="With `evs_rate`: rows that each temporal group keeps."
+        None, description="With `evs_rate`: rows kept per temporal group."
     )
     kept_rows: list[int] | None = Field(
         None,
         description="With `evs_rate`, and for images pruned by `preprocess.prune`: indices of "
-        "these rows among all rows of the grid.",
+        "the kept rows among all rows of the grid.",
     )
 
 
@@ -224,7 +230,7 @@ class EncodeDocument(BaseModel):
 
     model: str
     family: str = Field(
-        description="The model's family, such as qwen3_vl: it says how to read the rows."
+        description="The model's family, such as qwen3_vl. It determines how to read the rows."
     )
     weights: Literal["checkpoint", "dummy"]
     items: list[ItemDocument | FailedItem]
@@ -237,16 +243,16 @@ class PlannedItem(BaseModel):
     index: int
     type: Kind
     width: int = Field(
-        description="Pixels of the upright image, or of each frame of a video; 0: a sound."
+        description="Pixels of the upright image or of each video frame; 0 for a sound."
     )
     height: int
-    grid_thw: Grid = Field(description="As of its embedding.")
+    grid_thw: Grid = Field(description="The same as in its embedding.")
     tokens: int = Field(
-        description="Rows of its embedding; with `evs_rate`, those that are kept. Of an image "
-        "at most so many, if `preprocess.prune` is on."
+        description="Rows of its embedding; with `evs_rate`, only the kept rows. For an image, an "
+        "upper bound if `preprocess.prune` is on."
     )
-    patches: int = Field(description="What encoding it costs; requests are admitted by it.")
-    seconds: float | None = Field(None, description="Of a sound.")
+    patches: int = Field(description="The cost of encoding it, on which admission is based.")
+    seconds: float | None = Field(None, description="Duration of a sound.")
     digest: str = Field(description="SHA-256 of the item's bytes.")
     notice: str | None = None
     timestamps: list[float] | None = Field(None, description=TIMES)
@@ -265,25 +271,25 @@ class PlanDocument(BaseModel):
 class PlaceDocument(BaseModel):
     """The response of GET /v1/embeddings/{id}/place."""
 
-    unix: str = Field(description="Path of a socket that processes of the replica's user reach.")
-    tcp: str = Field(description="Address and port on the replica's node. Empty: none.")
-    version: int = Field(description="Of the protocol of both.")
+    unix: str = Field(description="Path of a socket, open to processes of the replica's user.")
+    tcp: str = Field(description="Address and port on the replica's node; empty if there is none.")
+    version: int = Field(description="Protocol version of both.")
 
 
 class BodyItem(KwargsFields):
     """An item of a JSON or msgpack request: `data`, `url` or `frames`."""
 
     type: Kind = "image"
-    data: str | None = Field(None, description="base64 in JSON, bytes in msgpack.")
+    data: str | None = Field(None, description="Base64 in JSON, bytes in msgpack.")
     url: str | None = Field(None, description="Rejected unless the service allows the host.")
     frames: list[str] | None = Field(
-        None, description="A video as image files of one size, all of which are encoded."
+        None, description="A video as image files of equal size, all of which are encoded."
     )
     fps: float | None = Field(
         None,
         gt=0,
-        description="Frames per second of `frames`; the model's own sampling rate if not given. "
-        "Of a video file: frames to take per second.",
+        description="Frame rate of `frames`; defaults to the model's own sampling rate. "
+        "For video files: frames to sample per second.",
     )
 
 
@@ -300,18 +306,23 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorDocument, "description": meaning}
     for status, meaning in {
         400: "Malformed request or item.",
-        401: "No bearer token, or an unknown one.",
-        406: "A format in `Accept` that the response cannot have.",
-        413: "Body, items, pixels or aspect ratio over a limit.",
-        415: "A format or kind that is not supported.",
-        422: "An option is unknown or has a wrong value.",
+        401: "Missing or unknown bearer token.",
+        406: "No format in `Accept` is available.",
+        413: "The body, the number of items, the pixels or the aspect ratio exceed a limit.",
+        415: "Unsupported format or kind of item.",
+        422: "Unknown option or invalid value.",
         429: "Overloaded: retry after Retry-After seconds.",
-        500: "An internal error.",
+        500: "Internal error.",
         503: "No encoder is available.",
-        504: "Not answered within the request's time.",
+        504: "The request timed out.",
     }.items()
 }
-MISSING = ERRORS | {404: {"model": ErrorDocument, "description": "Not kept, or no longer."}}
+MISSING = ERRORS | {
+    404: {
+        "model": ErrorDocument,
+        "description": "No embedding is kept under this id, or no longer.",
+    }
+}
 
 OPEN: dict[str, Any] = {"security": []}  # of routes that need no token
 
@@ -326,7 +337,7 @@ BINARY = {"schema": {"type": "string", "format": "binary"}}
 ANSWER: dict[int | str, dict[str, Any]] = {
     200: {
         "model": EncodeDocument,
-        "description": "Embeddings, in the order of the request. Without `Accept`, or with `*/*`: "
+        "description": "Embeddings in request order. Without `Accept`, or with `*/*`: "
         "JSON if the request is JSON, otherwise msgpack.",
         "content": {
             "application/msgpack": schema(EncodeDocument),
@@ -345,7 +356,7 @@ ANSWER: dict[int | str, dict[str, Any]] = {
 PLANS: dict[int | str, dict[str, Any]] = {
     200: {
         "model": PlanDocument,
-        "description": "Plans, in the order of the request.",
+        "description": "Plans in request order.",
         "content": {"application/msgpack": schema(PlanDocument)},
     }
 }
@@ -359,11 +370,16 @@ ENCODE: dict[str, Any] = {
         {
             "name": "X-Request-Id",
             "in": "header",
-            "description": "Up to 128 letters, digits and ._:- (otherwise it is replaced).",
+            "description": "Up to 128 letters, digits and ._:-; any other value is replaced.",
             "schema": {"type": "string"},
         },
         *(
-            {"name": name, "in": "query", "description": "Only of a bare file.", "schema": shown}
+            {
+                "name": name,
+                "in": "query",
+                "description": "Only if the body is a bare file.",
+                "schema": shown,
+            }
             for name, shown in QUERY.items()
         ),
     ],

@@ -105,7 +105,7 @@ async def unpacked(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
                     yield await asyncio.to_thread(decoder.decompress, left, OUT_BYTES)
                     left = decoder.unconsumed_tail
                 if left or decoder.unused_data:
-                    raise InvalidRequest("the gzip body goes on after its end: send one member")
+                    raise InvalidRequest("the gzip body has data after its end: send one member")
     except zlib.error as error:
         raise InvalidRequest(f"the body is not gzip, or it is damaged: {error}") from None
     if not decoder.eof:

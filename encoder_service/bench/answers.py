@@ -381,7 +381,7 @@ def vllm(
         settings = CONNECTOR | {"ec_connector_extra_config": place}
         command += ["--ec-transfer-config", json.dumps(settings)]
     with tempfile.NamedTemporaryFile(prefix="vllm-", suffix=".log", delete=False) as log:
-        console.print(f"starting vLLM, log in {log.name} ...")
+        console.print(f"starting vLLM; its log is {log.name} ...")
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -433,8 +433,8 @@ def wrong(one: PhaseReport) -> str:
 def table(reports: Sequence[PhaseReport]) -> Table:
     """A row for each load and server, with the servers of a load next to each other."""
     shown = Table(
-        caption=f"ms: 50th and 99th percentile. Good: first token within {GOOD_FIRST_SECONDS:g} s, "
-        f"{GOOD_BETWEEN_SECONDS * 1e3:g} ms a token on average",
+        caption="Times in ms: 50th and 99th percentile. Good: first token within "
+        f"{GOOD_FIRST_SECONDS:g} s, {GOOD_BETWEEN_SECONDS * 1e3:g} ms per token on average",
         caption_justify="left",
     )
     for name in ("load", "server"):

@@ -28,7 +28,7 @@ from encoder_service.bench.cluster import cluster
 
 Way = Literal["reference", "value", "bytes"]
 WAYS: dict[Way, str] = {
-    "reference": "by reference, as the service does",
+    "reference": "by reference, as in the service",
     "value": "by value, as an array",
     "bytes": "by value, as pickled bytes",
 }
@@ -162,7 +162,7 @@ def table(report: dict[str, Any]) -> Table:
     (copied,), size = report["copy"], report["size_bytes"]
     title = f"{size / 1e6:.0f} MB from encoder to consumer, median of {report['repeats']}"
     shown = Table(title=title)
-    for name in ("", "ms in hand", "copies", "GB/s", "ms and read once"):
+    for name in ("", "ms until available", "copies", "GB/s", "ms until read once"):
         shown.add_column(name, justify="right" if name else "left")
     shown.add_row("a copy within one process", ms(copied), "1.0", f"{size / copied / 1e9:.1f}", "")
     for way, name in WAYS.items():
@@ -171,7 +171,7 @@ def table(report: dict[str, Any]) -> Table:
             name, ms(here), f"{here / copied:.1f}", f"{size / here / 1e9:.1f}", ms(was_read)
         )
     in_source, here = report["hits"]
-    shown.add_row(f"{HITS} cache hits, the encoder's own time", ms(in_source), "", "", "")
+    shown.add_row(f"{HITS} cache hits, time in the encoder", ms(in_source), "", "", "")
     shown.add_row(f"{HITS} cache hits", ms(here), f"{here / copied / HITS:.2f}", "", "")
     return shown
 

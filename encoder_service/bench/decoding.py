@@ -50,10 +50,10 @@ COLUMNS = (
     ("engine_images_per_second", "engine", "{:.0f}"),
 )
 CAPTION = (
-    "patches: per image. decoded: images/s, not encoded. CPU ms: CPU time of the actor's process "
-    "per image; switches: its voluntary context switches per image. alone ms: from bytes to "
-    "patches, one image at a time. encoded: images/s decoded and encoded; patches/s: of these. "
-    "engine: images/s encoded, decoded beforehand."
+    "patches: per image. decoded: images/s, without encoding. CPU ms: CPU time of the actor's "
+    "process per image; switches: its voluntary context switches per image. alone ms: bytes to "
+    "patches, one image at a time. encoded: images/s decoded and encoded; patches/s: the same in "
+    "patches. engine: images/s encoded, if decoded beforehand."
 )
 
 

@@ -150,8 +150,10 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
     if settings.every_budget and spec.audio:
         raise ConfigError(f"--every-budget times an image, and {model} takes sounds")
     if settings.every_budget and len(spec.paths) > 1:
-        raise ConfigError(f"--every-budget: {model} has two paths, whose budgets go in pairs")
-    console.print(f"{model}: weights")
+        raise ConfigError(
+            f"--every-budget: {model} has two paths, whose budgets are replayed in pairs"
+        )
+    console.print(f"{model}: loading weights")
     fp8: Collection[str] = ()
     if settings.precision_file:
         graphs = GraphOptions(precision="fp8", precision_file=settings.precision_file)

@@ -19,10 +19,10 @@ Mode = Literal["transformers", "eager", "exact", "budget", "fast", "compile", "r
 MODES: tuple[Mode, ...] = get_args(Mode)
 DEFAULT_MODES = MODES[:4]
 MODE_HELP = (
-    "transformers: its own tower; eager: ours without graphs; exact: a graph of exactly the "
-    "workload's tokens; budget: the service's own graphs and packing; fast, compile, "
-    "reference: the same with graphs.blocks set to it (compile needs a C++ compiler); fp8: the "
-    "same with graphs.precision set to it, needs --precision-file"
+    "transformers: the tower of transformers; eager: ours without graphs; exact: ours with a graph "
+    "of exactly the workload's tokens; budget: the service's graphs and packing; fast, compile, "
+    "reference: budget with this graphs.blocks (compile needs a C++ compiler); fp8: budget with "
+    "graphs.precision fp8, needs --precision-file"
 )
 
 TOLERANCE = 2e-2
@@ -151,11 +151,11 @@ class EngineReport:
 
     def made(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        return f"{self.date}, {versions}, {self.repeats} calls each"
+        return f"{self.date}, {versions}, {self.repeats} timed calls each"
 
 
 def table(model: ModelReport, device: str) -> Table:
-    title = f"{model.model}, {device}, errors against {model.reference} in float32"
+    title = f"{model.model}, {device}, errors relative to {model.reference} in float32"
     # Narrow enough that a row is one line of a log.
     shown = Table(
         title=title,
@@ -223,6 +223,6 @@ def draw(axes: Axes, title: str, workloads: Sequence[WorkloadReport]) -> None:
     axes.set_yscale("log")
     axes.margins(y=0.12)
     axes.set_xticks(range(len(workloads)), [each.name for each in workloads])
-    axes.set_ylabel("ms, median")
+    axes.set_ylabel("median, ms")
     axes.set_title(title)
     axes.legend(fontsize="small")

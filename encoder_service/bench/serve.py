@@ -126,8 +126,8 @@ def run_policy(
 
 def brief(found: dict[str, Any]) -> str:
     return (
-        f"  {found['images_per_second']:.1f} images/s, p50 {found['p50_ms']:.1f} ms, one alone "
-        f"{found['single_image_p50_ms']:.1f} ms, {found['overhead_ms']:.1f} of it overhead"
+        f"  {found['images_per_second']:.1f} images/s, p50 {found['p50_ms']:.1f} ms; one alone "
+        f"{found['single_image_p50_ms']:.1f} ms, {found['overhead_ms']:.1f} ms of it overhead"
     )
 
 
@@ -193,17 +193,17 @@ def overhead_ms(result: Result) -> float:
 
 
 ROWS = (
-    ("ready_seconds", "start of the service, s", "{:.0f}"),
+    ("ready_seconds", "start-up time, s", "{:.0f}"),
     ("requests", "requests answered", "{:d}"),
     ("p50_ms", "p50, ms", "{:.1f}"),
     ("p95_ms", "p95, ms", "{:.1f}"),
     ("p99_ms", "p99, ms", "{:.1f}"),
-    ("loaded_overhead_ms", "of that overhead, p50, ms", "{:.1f}"),
+    ("loaded_overhead_ms", "overhead, p50, ms", "{:.1f}"),
     ("requests_per_second", "requests/s", "{:.1f}"),
     ("images_per_second", "images/s", "{:.1f}"),
     ("patches_per_second", "patches/s", "{:,.0f}"),
     ("sent_bytes_per_second", "bytes/s sent", "{:,.0f}"),
-    ("embedding_bytes_per_second", "bytes/s of embeddings", "{:,.0f}"),
+    ("embedding_bytes_per_second", "embedding bytes/s", "{:,.0f}"),
     ("graph_hit_rate", "graph hit rate", "{:.1%}"),
     ("padding_ratio", "padding ratio", "{:.1%}"),
     ("balance", "balance, max/mean patches", "{:.2f}"),
@@ -214,14 +214,14 @@ ROWS = (
     ("simulated_p99_ms", "  simulated", "{:.1f}"),
     ("steady_balance", "steady: balance", "{:.2f}"),
     ("simulated_balance", "  simulated", "{:.2f}"),
-    ("burst_ms", "burst: until the last answer, ms", "{:.0f}"),
+    ("burst_ms", "burst: time to last response, ms", "{:.0f}"),
     ("simulated_burst_ms", "  simulated", "{:.0f}"),
     ("burst_balance", "burst: balance", "{:.2f}"),
     ("simulated_burst_balance", "  simulated", "{:.2f}"),
     ("single_image_p50_ms", "one 336x336 image alone, p50, ms", "{:.1f}"),
-    ("overhead_ms", "  of that overhead, ms", "{:.1f}"),
-    ("engine_ratio", "images/s / engines alone", "{:.1%}"),
-    ("pipeline_ratio", "images/s / engines and decoding alone", "{:.1%}"),
+    ("overhead_ms", "  overhead, ms", "{:.1f}"),
+    ("engine_ratio", "images/s relative to engines alone", "{:.1%}"),
+    ("pipeline_ratio", "images/s relative to engines with decoding", "{:.1%}"),
 )
 
 
@@ -229,7 +229,7 @@ def table(report: dict[str, Any]) -> Table:
     title = report["model"]
     if "engine_images_per_second" in report:
         title += (
-            f"; the engines alone: {report['engine_images_per_second']:.1f} images/s, "
+            f"; engines alone: {report['engine_images_per_second']:.1f} images/s, "
             f"with decoding {report['pipeline_images_per_second']:.1f}"
         )
     caption = "overhead: everything but decoding, waiting for the device and encoding"

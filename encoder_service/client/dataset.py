@@ -224,7 +224,7 @@ def remaining(found: Iterator[Sample], before: list[Document]) -> Iterator[Sampl
         if sample is None or sample[0] != name:
             now = "there is none" if sample is None else f"it is {sample[0]!r}"
             raise ValueError(
-                f"item {position} was {name!r} in the run before, now {now}: write to another "
+                f"item {position} was {name!r} in the previous run, now {now}: write to another "
                 "folder"
             )
         if is_retried(item):
@@ -276,7 +276,7 @@ def skip_reason(path: Path, kinds: Sequence[str]) -> str | None:
     if path.is_dir():
         return "a link to a folder" if path.is_symlink() else None
     if not path.exists():
-        return "a link to nothing"
+        return "a broken link"
     if kind_of(path.name) in kinds:
         return "not a regular file"
     return f"no {' and no '.join(kinds)} by its name"

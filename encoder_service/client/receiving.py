@@ -93,7 +93,7 @@ class Takeover(asyncio.BufferedProtocol):
                 before = space.bytes_left
                 await asyncio.wait([self._ended], timeout=self._timeout_seconds)
                 if space.bytes_left == before and not self._ended.done():
-                    raise aiohttp.SocketTimeoutError("nothing arrives any more")
+                    raise aiohttp.SocketTimeoutError("the transfer stalled")
             self._ended.result()
         finally:
             if not self._ended.done():

@@ -199,7 +199,7 @@ def unreachable(error: Exception) -> str:
     if isinstance(error, aiohttp.ClientConnectorError):
         return f"no connection: is the service running there? ({error.os_error})"
     if isinstance(error, aiohttp.ClientResponseError):
-        return f"this is no HTTP: is it the gRPC port (grpc://HOST:PORT)? ({reason})"
+        return f"the port does not speak HTTP: is it the gRPC port (grpc://HOST:PORT)? ({reason})"
     return f"the connection failed ({reason})"
 
 

@@ -62,11 +62,11 @@ def above_zero(text: str) -> float:
 
 
 def add_json(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
 
 
 def add_plot(parser: ArgumentParser) -> None:
-    parser.add_argument("--plot", type=plot_file, metavar="FILE.png", help="also plot them")
+    parser.add_argument("--plot", type=plot_file, metavar="FILE.png", help="also plot the results")
 
 
 def plot_file(text: str) -> Path:

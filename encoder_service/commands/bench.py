@@ -73,49 +73,52 @@ def add(subcommands: Any) -> None:
         kinds,
         "dataplane",
         run_dataplane,
-        "embeddings of 67 MB from an encoder's memory to a consumer's, without a model",
+        "transfer of 67 MB embeddings from an encoder's memory to a consumer's, without a model",
     )
     add_json(dataplane)
 
 
 def add_serve(kinds: Any) -> None:
-    parser = add_command(
-        kinds, "serve", run_serve, "a whole service, started on a private Ray cluster"
-    )
+    parser = add_command(kinds, "serve", run_serve, "the whole service, on a private Ray cluster")
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="such as configs/tiny.yaml"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="configuration, such as configs/tiny.yaml",
     )
     parser.add_argument(
         "--mix",
         type=parse_mix,
         default="336x336*8+1024x1024",
-        help="image sizes of a request; after a comma, those of the next "
-        "request; or heavy-tailed, as in `simulate`",
+        help="image sizes of a request; a comma starts the next request; or heavy-tailed, as in "
+        "`simulate`",
     )
     parser.add_argument(
         "--protocol",
         type=one_or_several(get_args(Protocol), "protocols"),
         default="http",
-        help="one or several of http, grpc (a response is one message), grpc_stream, direct and "
-        "grpc_direct (rows come from the encoders' own ports), reference and grpc_reference "
-        "(embeddings stay in shared memory and ids come back) and handle (from inside Ray), "
-        "separated by commas",
+        help="comma-separated list of http, grpc (one message per response), grpc_stream, direct "
+        "and grpc_direct (rows come from the encoders' own ports), reference and grpc_reference "
+        "(embeddings stay in shared memory, and ids are returned) and handle (from inside Ray)",
     )
     parser.add_argument(
-        "--dtype", default="bfloat16", choices=get_args(Dtype), help="of the embeddings"
+        "--dtype", default="bfloat16", choices=get_args(Dtype), help="dtype of the embeddings"
     )
     parser.add_argument(
         "--policy",
         type=one_or_several(get_args(Policy), "policies"),
-        help=f"one or several of {', '.join(get_args(Policy))}, separated by commas "
-        "(default: as configured)",
+        help=f"comma-separated list of {', '.join(get_args(Policy))} (default: as configured)",
     )
     parser.add_argument(
         "--concurrency", type=positive, default=4, metavar="N", help="requests in flight"
     )
     parser.add_argument("--callers", type=positive, default=1, metavar="N", help="client processes")
     parser.add_argument(
-        "--requests", type=positive, metavar="N", help="default: 200, unless --seconds is given"
+        "--requests",
+        type=positive,
+        metavar="N",
+        help="number of requests (default: 200, unless --seconds is given)",
     )
     parser.add_argument(
         "--seconds", type=above_zero, metavar="SECONDS", help="how long to send requests"
@@ -126,9 +129,9 @@ def add_serve(kinds: Any) -> None:
     parser.add_argument(
         "--steady",
         type=float,
-        metavar="PART",
-        help="then send requests at random times, at this part of the first policy's rate; needs "
-        "--seconds",
+        metavar="FRACTION",
+        help="then send requests at random times, at this fraction of the first policy's rate; "
+        "needs --seconds",
     )
     parser.add_argument("--burst", type=positive, metavar="N", help="then send N requests at once")
     add_json(parser)
@@ -148,7 +151,7 @@ def run_serve(options: argparse.Namespace, console: Console) -> int:
             raise ConfigError("--steady needs --seconds: how long to send")
     if service.encoder.pools and (options.alone or options.steady or options.burst):
         raise ConfigError(
-            "--alone, --steady and --burst compare with equal encoders: leave them out, or take a "
+            "--alone, --steady and --burst need identical encoders: leave them out, or use a "
             "configuration without encoder.pools"
         )
     unbounded = options.requests is None and options.seconds is None
@@ -179,7 +182,7 @@ def add_engine(kinds: Any) -> None:
         kinds,
         "engine",
         run_engine,
-        "one device without Ray: towers of full size, random weights, rows checked",
+        "one device without Ray: full-size towers with random weights, rows checked",
     )
     parser.add_argument(
         "--model",
@@ -187,10 +190,10 @@ def add_engine(kinds: Any) -> None:
         action="extend",
         required=True,
         metavar="PRESET",
-        help=f"{', '.join(preset_names())}; or all: every preset of full size",
+        help=f"{', '.join(preset_names())}; or all: every full-size preset",
     )
     parser.add_argument(
-        "--tower", choices=("vision", "audio"), help="of a folder whose model has both"
+        "--tower", choices=("vision", "audio"), help="tower to measure, if the model has both"
     )
     parser.add_argument(
         "--workload",
@@ -198,16 +201,16 @@ def add_engine(kinds: Any) -> None:
         type=workload,
         action="extend",
         help=f"{', '.join(each.name for each in DEFAULT)}, or sizes of images encoded together, "
-        "such as 336x336*8+1024x1024, with @0.4 if preprocess.prune leaves 40 %% of them (default: "
-        "all of these; with --model all "
-        f"{', '.join(each.name for each in SHORT)}); sounds: "
+        "such as 336x336*8+1024x1024, with @0.4 appended if preprocess.prune keeps 40 %% of them "
+        "(default: all of these; with --model all "
+        f"{', '.join(each.name for each in SHORT)}); for audio: "
         f"{', '.join(each.name for each in SOUNDS)}, or seconds, such as 7.5s*4",
     )
     parser.add_argument(
         "--modes", nargs="+", choices=MODES, default=DEFAULT_MODES, metavar="MODE", help=MODE_HELP
     )
     parser.add_argument(
-        "--precision-file", default="", metavar="FILE", help="of `calibrate`, for mode fp8"
+        "--precision-file", default="", metavar="FILE", help="output of `calibrate`, for mode fp8"
     )
     add_device(parser)
     parser.add_argument("--repeats", type=positive, default=50, metavar="N", help="timed calls")
@@ -288,9 +291,11 @@ def add_preprocess(kinds: Any) -> None:
         kinds,
         "preprocess",
         run_preprocess,
-        "JPEGs to patches in threads and in processes, alone and ahead of an engine",
+        "JPEGs to patches in threads and in processes, alone and feeding an engine",
     )
-    parser.add_argument("--model", default="qwen3vl-2b", metavar="PRESET", help="of the engine")
+    parser.add_argument(
+        "--model", default="qwen3vl-2b", metavar="PRESET", help="model that the engine runs"
+    )
     add_device(parser)
     parser.add_argument(
         "--size",
@@ -298,7 +303,7 @@ def add_preprocess(kinds: Any) -> None:
         type=size,
         default=["336x336", "1920x1080"],
         metavar="WxH",
-        help="of the images",
+        help="image sizes",
     )
     parser.add_argument(
         "--threads", type=positive, default=os.cpu_count(), metavar="N", help="decoding threads"
@@ -309,10 +314,10 @@ def add_preprocess(kinds: Any) -> None:
         nargs="*",
         default=(),
         metavar="N",
-        help="also decode in N processes, for each N given",
+        help="also measure with N decoding processes, for each N given",
     )
     parser.add_argument(
-        "--seconds", type=above_zero, default=0.5, metavar="SECONDS", help="per figure"
+        "--seconds", type=above_zero, default=0.5, metavar="SECONDS", help="time per measurement"
     )
     add_json(parser)
 
@@ -345,28 +350,33 @@ def add_answers(kinds: Any) -> None:
         kinds,
         "answers",
         run_answers,
-        "first tokens and times between tokens of vLLM servers, without and with our encoder",
+        "time to first token and between tokens of vLLM servers, with and without our encoder",
         epilog="Needs vLLM in the same Python environment, unless only --url is given.",
     )
     parser.add_argument(
-        "--model", metavar="CHECKPOINT", help="start vLLM servers for it, one after another"
+        "--model",
+        metavar="CHECKPOINT",
+        help="start vLLM servers with this model, one after another",
     )
     parser.add_argument(
         "--place",
         type=one_or_several(PLACES, "places"),
         default="alone,local",
-        help="where those servers encode, one or several: alone (vLLM itself), local (our engine "
-        "in vLLM's process)",
+        help="comma-separated list of where these servers encode: alone (vLLM itself), local (our "
+        "engine in vLLM's process)",
     )
     parser.add_argument(
-        "--vllm", default="", metavar="OPTIONS", help="further options of all of them, in one word"
+        "--vllm",
+        default="",
+        metavar="OPTIONS",
+        help="more vLLM options for all of these servers, quoted as one argument",
     )
     parser.add_argument(
         "--local",
         type=settings,
         default="{}",
         metavar="JSON",
-        help='settings of place local, such as {"chunk_ms": 5}: see docs/engines.md',
+        help='connector settings for place local, such as {"chunk_ms": 5}: see docs/engines.md',
     )
     parser.add_argument(
         "--url",
@@ -375,7 +385,7 @@ def add_answers(kinds: Any) -> None:
         action="extend",
         default=[],
         metavar="NAME=URL[,URL]",
-        help="also measure OpenAI servers that are running; several URLs share a server's load",
+        help="also measure running OpenAI-compatible servers; several URLs share one server's load",
     )
     parser.add_argument(
         "--encoder",
@@ -384,14 +394,14 @@ def add_answers(kinds: Any) -> None:
         action="extend",
         default=[],
         metavar="NAME=URL",
-        help="the encoder service that encodes the images of such a server, which gets their ids; "
-        "with the token in ENCODER_SERVICE_TOKEN",
+        help="encoder service for the server NAME of --url: it encodes the images, and the server "
+        "gets their ids. The token is read from ENCODER_SERVICE_TOKEN",
     )
     parser.add_argument(
         "--mix",
         type=kinds_of_requests,
         default="text,336x336*8,1920x1080,1024x1024*4,1654x2339,1984x1984",
-        help="image sizes of a request; after a comma, those of the next load; text: no image",
+        help="image sizes of a request; a comma starts the next load; text: no image",
     )
     parser.add_argument(
         "--rate",
@@ -399,10 +409,14 @@ def add_answers(kinds: Any) -> None:
         nargs="+",
         default=[2.0, 4.0, 8.0],
         metavar="N",
-        help="requests per second at random times, a phase each",
+        help="requests per second, at random times; one phase per rate",
     )
     parser.add_argument(
-        "--in-flight", type=positive, default=32, metavar="N", help="in the phase after those"
+        "--in-flight",
+        type=positive,
+        default=32,
+        metavar="N",
+        help="requests in flight in the phase after the rates",
     )
     parser.add_argument(
         "--streams",
@@ -410,20 +424,20 @@ def add_answers(kinds: Any) -> None:
         choices=range(257),
         default=8,
         metavar="N",
-        help="text streams beside images at the first rate, in the last phase; 0: none",
+        help="text streams that run beside images at the first rate, in the last phase; 0: none",
     )
     parser.add_argument(
-        "--seconds", type=above_zero, default=30.0, metavar="SECONDS", help="of each phase"
+        "--seconds", type=above_zero, default=30.0, metavar="SECONDS", help="length of each phase"
     )
     parser.add_argument(
-        "--tokens", type=positive, default=64, metavar="N", help="length of each answer"
+        "--tokens", type=positive, default=64, metavar="N", help="tokens per answer"
     )
     parser.add_argument(
         "--repeated",
         type=float,
         default=0.0,
-        metavar="PART",
-        help="of the requests, whose images an earlier request brought",
+        metavar="FRACTION",
+        help="fraction of requests that repeat the images of an earlier request",
     )
     add_json(parser)
     add_plot(parser)
@@ -434,7 +448,7 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     from encoder_service.bench import answers
 
     if not 0 <= options.repeated < 1:
-        raise ConfigError(f"--repeated {options.repeated:g} is not at least 0 and below 1")
+        raise ConfigError(f"--repeated {options.repeated:g} must be at least 0 and below 1")
     if not options.model and not options.url:
         raise ConfigError("nothing to measure: give --model, --url or both")
     plan = answers.AnswersPlan(
@@ -448,7 +462,7 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     )
     encoders = {name: urls[0] for name, urls in options.encoder}
     if unknown := encoders.keys() - dict(options.url):
-        raise ConfigError(f"--encoder names {', '.join(unknown)}, which no --url does")
+        raise ConfigError(f"--encoder names {', '.join(unknown)}, but no --url does")
     found: list[answers.PhaseReport] = []
 
     async def measured(name: str, urls: list[str]) -> None:
@@ -502,14 +516,16 @@ def run_dataplane(options: argparse.Namespace, console: Console) -> int:
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the engine")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="device of the engine"
+    )
 
 
 def workload(text: str) -> Workload:
     found = re.fullmatch(r"([^@]+)@(0?\.\d+)", text)
     shown, kept = (found[1], float(found[2])) if found else (text, 1.0)
     if not kept:
-        raise argparse.ArgumentTypeError(f"{text!r} leaves nothing")
+        raise argparse.ArgumentTypeError(f"{text!r} keeps no patches")
     for each in (*DEFAULT, *SOUNDS):
         if each.name == shown:
             return replace(each, name=text, kept=kept)
@@ -539,7 +555,7 @@ def one_or_several(known: Sequence[str], what: str) -> Callable[[str], list[str]
     def parse(text: str) -> list[str]:
         wanted = text.split(",")
         if set(wanted) - set(known):
-            raise argparse.ArgumentTypeError(f"{text!r}: {what} are {', '.join(known)}")
+            raise argparse.ArgumentTypeError(f"{text!r}: known {what} are {', '.join(known)}")
         return wanted
 
     return parse

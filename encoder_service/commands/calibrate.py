@@ -46,19 +46,21 @@ ROWS_COSINE = 0.998
 
 def add(subcommands: Any) -> None:
     parser = add_command(
-        subcommands, "calibrate", run, "find the layers that can run in FP8, by your own pictures"
+        subcommands, "calibrate", run, "find the layers that can run in FP8, using your own images"
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/qwen3vl.yaml")
-    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="a file")
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="for graphs.precision_file"
+        "config", type=Path, metavar="CONFIG", help="configuration, such as configs/qwen3vl.yaml"
+    )
+    parser.add_argument("images", nargs="+", type=Path, metavar="IMAGE", help="image file")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="output, for graphs.precision_file"
     )
     parser.add_argument(
         "--bound",
         type=above_zero,
         default=6e-2,
         metavar="ERROR",
-        help="a layer whose output has a larger relative error is not computed in FP8",
+        help="maximum relative error of a layer's output; layers above it do not run in FP8",
     )
 
 
@@ -82,8 +84,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))
     console.print(
-        f"{len(plan.fp8)} of {len(calibration.errors)} layers in FP8. Rows of {plan.images} images "
-        f"against {spec.dtype}: relative error {plan.rows_error:.1e}, cosine {plan.rows_cosine:.5f}"
+        f"{len(plan.fp8)} of {len(calibration.errors)} layers run in FP8. Rows of {plan.images} "
+        f"images, compared with {spec.dtype}: relative error {plan.rows_error:.1e}, cosine "
+        f"{plan.rows_cosine:.5f}"
     )
     options.out.write_text(plan.model_dump_json(indent=2) + "\n")
     console.print(f"graphs: {{precision: fp8, precision_file: {options.out}}}", highlight=False)
@@ -143,9 +146,9 @@ class Calibration:
         if best is None:
             least = min(each.relative for each in self.errors.values())
             raise ConfigError(
-                f"no layer can be computed in FP8: their relative errors are {least:.1e} and more, "
-                f"--bound is {bound:.1e}, and that of the rows must be below {ROWS_ERROR:.0e}: "
-                "leave graphs.precision at bf16"
+                f"no layer can run in FP8: relative errors of layers start at {least:.1e} "
+                f"(--bound is {bound:.1e}), and that of the rows must be below "
+                f"{ROWS_ERROR:.0e}: leave graphs.precision at bf16"
             )
         count, found = best
         chosen = tuple(name for name in self.errors if name in within[:count])
@@ -214,8 +217,8 @@ def relative(rows: Tensor, expected: Tensor) -> float:
 
 def table(errors: Mapping[str, LayerError], plan: PrecisionPlan) -> Table:
     """Relative errors of each layer alone."""
-    shown = Table("layer", "its error", "the rows'", "precision")
+    shown = Table("layer", "output error", "row error", "precision")
     for name, each in errors.items():
-        precision = "FP8" if name in plan.fp8 else "as before"
+        precision = "FP8" if name in plan.fp8 else "unchanged"
         shown.add_row(name, f"{each.relative:.1e}", f"{each.rows:.1e}", precision)
     return shown

@@ -38,17 +38,22 @@ def add(subcommands: Any) -> None:
         "histogram",
         nargs="?",
         type=Path,
-        help="a file with lines `WIDTHxHEIGHT COUNT`, separated by spaces or a comma; "
-        "a missing count is 1",
+        help="file with one image size per line: `WIDTHxHEIGHT COUNT`, separated by spaces or a "
+        "comma; a missing count is 1",
     )
     traffic.add_argument(
         "--from",
         dest="url",
         metavar="URL",
-        help="of a running service, such as http://127.0.0.1:8000: what it has encoded",
+        help="URL of a running service, such as http://127.0.0.1:8000: plan for what it has "
+        "encoded",
     )
     parser.add_argument(
-        "--config", type=Path, required=True, metavar="FILE", help="such as configs/qwen3vl.yaml"
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="configuration, such as configs/qwen3vl.yaml",
     )
     parser.add_argument(
         "--graphs",
@@ -80,7 +85,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(table(path, old, new, seen))
     before, after = (sum(map(computed, loads, ladders)) for ladders in (now, planned))
     change = f"{abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'}"
-    console.print(f"{change} tokens computed than as configured. Under `graphs:` in", end=" ")
+    console.print(f"{change} tokens than the configured budgets. Put under `graphs:` in", end=" ")
     console.print(f"{options.config}:")
     for path, ladder in zip(spec.paths, planned, strict=True):
         key = "token_budgets" if len(spec.paths) == 1 else f"{path}_token_budgets"
@@ -108,7 +113,7 @@ def histogram(path: Path) -> Counter[Size]:
     for line in filter(str.strip, path.read_text().splitlines()):
         found = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)(?:[\s,]+(\d+))?\s*", line)
         if not found:
-            raise ConfigError(f"{line!r} is not WIDTHxHEIGHT and a count")
+            raise ConfigError(f"{line!r} is not `WIDTHxHEIGHT COUNT`")
         width, height, count = found.groups(default="1")
         counts[Size(int(width), int(height))] += int(count)
     if not counts.total():

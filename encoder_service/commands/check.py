@@ -87,13 +87,15 @@ def add(subcommands: Any) -> None:
     parser = add_command(
         subcommands, "check", run, "validate a configuration and show what it would serve"
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="such as configs/tiny.yaml")
+    parser.add_argument(
+        "config", type=Path, metavar="CONFIG", help="configuration, such as configs/tiny.yaml"
+    )
     parser.add_argument(
         "--against",
         type=Path,
         metavar="OLD",
-        help="the configuration that is served now: show what changing it to CONFIG would restart, "
-        "capture again and lose",
+        help="configuration that is being served: show what replacing it with CONFIG would "
+        "restart, capture again and lose",
     )
 
 
@@ -166,7 +168,7 @@ def rollout(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[tuple[str, s
     found = []
     for key in differences(old, new):
         if (section := key.split(".")[0]) in ONLY_AT_START:
-            remedy = "shut Serve down and start it again, or start a second cluster"
+            remedy = "restart Serve, or start a second cluster"
             found.append(("ignored", f"{key}: read only when Serve starts: {remedy}"))
         elif section != "applications":
             found.append(("live", key))
@@ -207,7 +209,10 @@ def rollout_of(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[tuple
                 before_it, after_it = (one.get(option, "default") for one in (was, now))
                 yield "live", f"{name}: {option} {before_it} -> {after_it}"
             elif option == "user_config" and now.get(option) is None:
-                yield "ignored", f"{name}: Serve passes on no removal: write `user_config: {{}}`"
+                yield (
+                    "ignored",
+                    f"{name}: Serve ignores a removed user_config: write `user_config: {{}}`",
+                )
             elif option != "name":
                 yield "live", f"{name}: {key}"
     for name, (least, most) in there.items():
@@ -303,8 +308,8 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         yield (
             f"{folder} has no {' or '.join(PROCESSOR_FILES)}: items are preprocessed with the "
-            "family's defaults, with which the checkpoint may not have been trained. Save the "
-            "processor too, or copy its files from the original checkpoint"
+            "family's defaults, which may differ from those used in training. Save the processor "
+            "too, or copy its files from the original checkpoint"
         )
     if service.encoder.gpu_memory_bytes and service.encoder.device == "cpu":
         yield "encoder.gpu_memory_bytes has no effect: encoder.device is cpu"
@@ -312,15 +317,15 @@ def missing(service: ServiceOptions) -> Iterator[str]:
         try:
             open_store(service.cache.shared)
         except ConfigError as error:
-            yield f"{error}; every node of an encoder needs it"
+            yield f"{error}; every encoder node needs it"
     try:
         parse_plan(service.graphs)
     except ConfigError as error:
-        yield f"{error}; every node of an encoder needs it"
+        yield f"{error}; every encoder node needs it"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
-            "encoder.transport is nixl: nixl is not installed here; every node of an encoder needs "
-            "it: pip install 'encoder-service[nixl]'"
+            "encoder.transport is nixl, but the package nixl is not installed here; every encoder "
+            "node needs it: pip install 'encoder-service[nixl]'"
         )
 
 
@@ -340,7 +345,7 @@ def eager(service: ServiceOptions, spec: ModelSpec, room: Capacity) -> Iterator[
             named = "" if len(spec.paths) == 1 else f"{path}_"
             yield (
                 f"items of up to {tokens} tokens exceed every budget of "
-                f"graphs.{named}token_budgets and run without a graph: raise it"
+                f"graphs.{named}token_budgets and run without a graph: add a larger budget"
             )
 
 
@@ -351,20 +356,20 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     shown.add_row("model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("family", f"{spec.family}, {spec.dtype}, {spec.weights} weights")
     taken = [*spec.kinds, "text"] if spec.text else spec.kinds
-    shown.add_row("takes", " and ".join(PLURALS[kind] for kind in taken))
-    shown.add_row("gives", f"{'vectors' if spec.vector else 'rows'} of {spec.width} values")
+    shown.add_row("input", " and ".join(PLURALS[kind] for kind in taken))
+    shown.add_row("output", f"{'vectors' if spec.vector else 'rows'} of {spec.width} values")
     for name, (one, own) in pools.items():
         if name.startswith(POOL):
             shown.add_section()
             shown.add_row("pool", name.removeprefix(POOL))
         for path, budgets in zip(spec.paths, own.budgets, strict=True):
             shown.add_row(
-                f"budgets, {path}", " ".join(map(str, budgets)) or "none: runs without graphs"
+                f"budgets, {path}", " ".join(map(str, budgets)) or "none (runs without graphs)"
             )
         blocks, fp8 = one.block_form(fast=spec.fast_blocks), one.graphs.precision == "fp8"
         shown.add_row("blocks", f"{blocks}, FP8" if fp8 else blocks)
         frames = f", {own.frames} video frames" if "video" in spec.kinds else ""
-        shown.add_row("a pack", f"up to {own.items} items{frames}")
+        shown.add_row("pack", f"up to {own.items} items{frames}")
         shown.add_row(
             "encoders", f"{count(one.encoder)}: {each(one.encoder)}", end_section=name != "Encoder"
         )
@@ -373,35 +378,35 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
     auth = service.auth
     tokens = [f"{len(auth.token_sha256)} in the configuration"] if auth.token_sha256 else []
     tokens += [f"those in {auth.token_sha256_file}"] if auth.token_sha256_file else []
-    shown.add_row("tokens", escape(" and ".join(tokens)) or "none: everybody has access")
+    shown.add_row("bearer tokens", escape(" and ".join(tokens)) or "none (no authentication)")
     cached = (
         f"{service.cache.max_bytes:,} bytes of embeddings" if service.cache.max_bytes else "off"
     )
-    shown.add_row("cache of each", cached)
+    shown.add_row("cache per encoder", cached)
     if shared := service.cache.shared:
         kind = shared.url.partition("://")[0]  # what follows may contain a password
-        shown.add_row("cache of all", escape(shared.url) if kind == "file" else kind)
-    shown.add_row("references of each", f"{service.references.max_bytes:,} bytes")
+        shown.add_row("shared cache", escape(shared.url) if kind == "file" else kind)
+    shown.add_row("references per encoder", f"{service.references.max_bytes:,} bytes")
     for name, most in service.limits:
         if LIMITED.get(name, set(spec.kinds)).isdisjoint(spec.kinds):
             continue
-        said = "none of its own" if most is None else f"{most:,}"
+        said = "not set" if most is None else f"{most:,}"
         if name == "max_audio_seconds" and (least := longest_seconds(spec, service.limits)) < most:
             said += f", but this model takes {least:g}"
         shown.add_row(f"limits.{name}", said)
     for kind, options in kwargs_card(service, spec, room).items():
-        values = [f"{name} {value(one)}" for name, one in options.items()]
-        said = "\n".join(values) or "sized as the model says"
-        shown.add_row(f"a request's {PLURALS[kind]}", said)
+        values = [f"{name}: {value(one)}" for name, one in options.items()]
+        said = "\n".join(values) or "none"
+        shown.add_row(f"options for {PLURALS[kind]}", said)
     return shown
 
 
 def value(shown: dict[str, float | None]) -> str:
     """The default and the largest value of an option."""
     default, largest = shown["default"], shown["largest"]
-    said = "not set" if default is None else f"{default:,}"
+    said = "no default" if default is None else f"default {default:,}"
     if default and largest and default > largest:  # a budget or limits.max_image_tokens is smaller
-        return f"{said} if not given, else at most {largest:,}"
+        return f"{said}, at most {largest:,} if given"
     return f"{said}, at most {largest:,}"
 
 
@@ -439,10 +444,10 @@ def count(encoder: EncoderOptions) -> str:
 
 def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     shown = Table(show_header=False)
-    weights = "dummy: answers will be nonsense" if spec.dummy else "checkpoint"
-    shown.add_row("chat with", spec.id + (f" at {spec.revision}" if spec.revision else ""))
+    weights = "dummy: completions will be meaningless" if spec.dummy else "checkpoint"
+    shown.add_row("chat model", spec.id + (f" at {spec.revision}" if spec.revision else ""))
     shown.add_row("weights", f"{weights}, {spec.dtype}")
-    shown.add_row("tokens", f"{spec.max_model_len} for prompt and answer together")
+    shown.add_row("context length", f"{spec.max_model_len} tokens (prompt and completion)")
     each = f"{llm.reserved_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
     shown.add_row("language models", f"{llm.replicas}: {llm.engine}, {each}")
     return shown
@@ -459,7 +464,7 @@ def check_schema(document: dict[str, Any], path: str) -> None:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
         raise ConfigError(f"{path}: {'; '.join(problems)}") from None
     except (AttributeError, TypeError) as error:  # from Ray's own validators
-        raise ConfigError(f"{path}: this is no Serve configuration: {error}") from None
+        raise ConfigError(f"{path}: not a Serve configuration: {error}") from None
 
 
 def check_serve(document: dict[str, Any], path: str) -> None:
@@ -517,7 +522,7 @@ def check_timeouts(
     limit = document.get("http_options", {}).get("request_timeout_s")
     if limit and float(limit) < seconds:
         raise ConfigError(
-            f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve gives up after "
+            f"{path}: {own}.timeout_seconds is {seconds:g}, but Serve times out after "
             f"http_options.request_timeout_s, {limit}: raise that, or lower the limit"
         )
 

@@ -26,11 +26,11 @@ from encoder_service.client.items import ProcessorOptions, printable
 from encoder_service.commands import above_zero, add_command, fail, positive
 
 PROCESSOR = {
-    "min_pixels": "enlarge smaller images and frames of videos to so many pixels",
-    "max_pixels": "shrink larger images and frames of videos to so many pixels",
-    "max_patches": "most tiles of an image (Kimi, SigLIP 2: patches of an image or a frame)",
-    "fps": "frames to take per second of a video",
-    "num_frames": "frames to take of a video, instead of --fps",
+    "min_pixels": "enlarge smaller images and video frames to this many pixels",
+    "max_pixels": "shrink larger images and video frames to this many pixels",
+    "max_patches": "maximum tiles per image (Kimi, SigLIP 2: patches per image or frame)",
+    "fps": "frames to sample per second of video",
+    "num_frames": "frames to sample from a video, instead of --fps",
 }
 """Apply to items whose kind takes them. The service rejects those that its model does not take."""
 RETRIES = 100
@@ -41,18 +41,20 @@ def add(subcommands: Any) -> None:
     parser = add_command(subcommands, "encode", run, "send files to a running service")
     parser.add_argument("paths", nargs="+", metavar="PATH", help="a file, a folder or an https URL")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of the service, http[s]:// or grpc[s]://"
+        "--url",
+        default="http://127.0.0.1:8000",
+        help="URL of the service, http[s]:// or grpc[s]://",
     )
     parser.add_argument(
         "--out",
         type=Path,
         required=True,
         metavar="DIR",
-        help="write shards and a manifest to DIR; the same command again resumes and retries items "
-        "that timed out or failed in the service",
+        help="write shards and a manifest to DIR; running the same command again resumes, and "
+        "retries items that timed out or failed in the service",
     )
     parser.add_argument(
-        "--format", default="safetensors", choices=("safetensors", "parquet"), help="of the shards"
+        "--format", default="safetensors", choices=("safetensors", "parquet"), help="shard format"
     )
     parser.add_argument(
         "--concurrency", type=positive, default=16, metavar="N", help="items in flight"
@@ -61,7 +63,7 @@ def add(subcommands: Any) -> None:
         "--dtype",
         default="bfloat16",
         choices=get_args(DatasetDtype),
-        help="of the embeddings",
+        help="dtype of the embeddings",
     )
     one_of = parser.add_mutually_exclusive_group()
     for name, meaning in PROCESSOR.items():
@@ -72,7 +74,7 @@ def add(subcommands: Any) -> None:
             help=meaning,
         )
     parser.add_argument(
-        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="per request"
+        "--timeout", type=above_zero, default=60, metavar="SECONDS", help="timeout of a request"
     )
 
 
@@ -134,29 +136,26 @@ def so_far(out: Path) -> str:
     written = result(Manifest(out))
     return (
         f"{written.encoded} encoded, {written.failed} failed so far: "
-        f"{escape(printable(str(out / MANIFEST)))}. The same command goes on from there."
+        f"{escape(printable(str(out / MANIFEST)))}. Run the same command again to resume."
     )
 
 
 def show(written: Written, out: Path, console: Console) -> int:
     if not written.encoded and not written.failed:
-        raise ConfigError(
-            "there is nothing among the files that the model takes, judging by their names"
-            + left_out(written, out)
-        )
+        raise ConfigError("no file has a name that the model takes" + left_out(written, out))
     for failure in written.failures:
         console.print(f"[red]failed:[/] {escape(failure)}", soft_wrap=True)
     if more := written.failed - len(written.failures):
-        console.print(f"[red]failed:[/] {more} more, which the manifest names")
+        console.print(f"[red]failed:[/] {more} more, listed in the manifest")
     if written.retryable:
         console.print(
             f"Run the same command again to retry {written.retryable} of the failed items."
         )
     earlier = ""
     if written.resumed == written.encoded + written.failed:
-        earlier = f" (nothing new: {written.resumed} were done by earlier runs)"
+        earlier = f" (nothing new: {written.resumed} from earlier runs)"
     elif written.resumed:
-        earlier = f" ({written.resumed} of them by earlier runs)"
+        earlier = f" ({written.resumed} of them from earlier runs)"
     console.print(
         f"{written.encoded} encoded, {written.failed} failed{earlier}"
         f"{escape(left_out(written, out))}: {escape(printable(str(out / MANIFEST)))}",

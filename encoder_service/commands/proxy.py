@@ -30,17 +30,19 @@ def add(subcommands: Any) -> None:
         subcommands,
         "proxy",
         run,
-        "stand in front of vLLM and replace images of chat requests by embeddings",
+        "proxy chat requests to vLLM and replace their images with embeddings",
     )
-    parser.add_argument("--upstream", required=True, metavar="URL", help="of vLLM, without /v1")
+    parser.add_argument(
+        "--upstream", required=True, metavar="URL", help="base URL of vLLM, without /v1"
+    )
     add_server(parser, port=8100)
     parser.add_argument(
         "--token-sha256",
         action="append",
         default=[],
         metavar="SHA256",
-        help="hexadecimal SHA-256 of a bearer token that clients must send, passed on to vLLM. "
-        "May be repeated. Without it, everybody who reaches the proxy can use the encoders",
+        help="hexadecimal SHA-256 of a bearer token that clients must send; the token is passed on "
+        "to vLLM. May be repeated. Without it, anyone who can reach the proxy can use the encoders",
     )
 
 
@@ -50,7 +52,7 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
         "--encoder",
         default="http://127.0.0.1:8000",
         metavar="URL",
-        help="of the encoder service, http[s]:// or grpc[s]://",
+        help="URL of the encoder service, http[s]:// or grpc[s]://",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=port, help="port to listen on")
@@ -59,14 +61,14 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
         type=above_zero,
         default=60,
         metavar="SECONDS",
-        help="per request to the encoder service",
+        help="timeout of a request to the encoder service",
     )
 
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
     if urlsplit(options.upstream).scheme not in ("http", "https"):
-        raise ConfigError(f"--upstream: {options.upstream!r} is not http:// or https://")
+        raise ConfigError(f"--upstream: {options.upstream!r} must start with http:// or https://")
     try:
         auth = AuthOptions(token_sha256=tuple(options.token_sha256))
     except ValidationError:  # pydantic's message would repeat what may be the token itself

@@ -16,7 +16,7 @@ from encoder_service.commands import add_command
 from encoder_service.config import is_ours, load_all, read_document
 
 HEAD = """\
-# Written by `encoder-service rayservice {name}`. Change that file, and write this again.
+# Written by `encoder-service rayservice {name}`. Edit that file and regenerate this one.
 apiVersion: ray.io/v1
 kind: RayService
 metadata: {{name: encoder}}
@@ -30,7 +30,10 @@ def add(subcommands: Any) -> None:
         subcommands, "rayservice", run, "print a configuration as a Kustomize patch of a RayService"
     )
     parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="such as configs/qwen3vl-fleet.yaml"
+        "config",
+        type=Path,
+        metavar="CONFIG",
+        help="configuration, such as configs/qwen3vl-fleet.yaml",
     )
 
 

@@ -21,7 +21,7 @@ def add(subcommands: Any) -> None:
         subcommands,
         "sglang",
         run,
-        "be the encoder of SGLang servers started with --language-only --encoder-urls",
+        "serve as the encoder of SGLang servers started with --language-only --encoder-urls",
     )
     add_server(parser, port=8200)
     parser.add_argument(
@@ -29,8 +29,8 @@ def add(subcommands: Any) -> None:
         action="append",
         default=[],
         metavar="CIDR",
-        help="addresses of SGLang servers: embeddings are sent to no others. May be repeated. "
-        "The default is this machine and private networks",
+        help="network of SGLang servers: embeddings are sent to no other addresses. May be "
+        "repeated. The default is this machine and private networks",
     )
 
 

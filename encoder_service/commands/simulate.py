@@ -34,7 +34,7 @@ COLUMNS = {
     "p99_ms": ("p99 ms", "{:.1f}"),
     "imbalance": ("imbalance", "{:.2f}"),
     "makespan_ms": ("burst ms", "{:.0f}"),
-    "makespan_ratio": ("of best", "{:.2f}"),
+    "makespan_ratio": ("of optimum", "{:.2f}"),
 }
 """imbalance: seconds of work of the busiest replica over the mean. makespan: how long an idle fleet
 takes for a burst. makespan_ratio: that over the time at which all replicas would finish together; 1
@@ -44,7 +44,7 @@ ROWS: dict[str, tuple[Policy, Known]] = {
     "by patches": ("largest_first", "patches"),
     "all known": ("largest_first", "everything"),
 }
-PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst over the best"}
+PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst / optimum"}
 
 
 def add(subcommands: Any) -> None:
@@ -52,7 +52,7 @@ def add(subcommands: Any) -> None:
         subcommands,
         "simulate",
         run,
-        "compare the balancing policies over simulated fleets, without a cluster",
+        "compare the balancing policies on simulated fleets, without a cluster",
     )
     parser.add_argument(
         "--replicas",
@@ -63,29 +63,33 @@ def add(subcommands: Any) -> None:
         help="fleet sizes",
     )
     parser.add_argument(
-        "--requests", type=positive, default=4000, metavar="N", help="at least, per fleet"
+        "--requests", type=positive, default=4000, metavar="N", help="minimum requests per fleet"
     )
     parser.add_argument(
-        "--load", type=above_zero, default=0.7, metavar="PART", help="part of the fleet's capacity"
+        "--load",
+        type=above_zero,
+        default=0.7,
+        metavar="FRACTION",
+        help="fraction of the fleet's capacity",
     )
     parser.add_argument(
         "--routers",
         type=positive,
         default=2,
         metavar="N",
-        help="a router learns of the others' requests only from what replicas report",
+        help="routers; each learns of the others' requests only from the replicas' reports",
     )
     parser.add_argument(
         "--slower",
         type=above_zero,
         default=1,
         metavar="K",
-        help="every second replica takes K times as long; routers know it, but for `by patches`",
+        help="every second replica takes K times as long; routers know it, except `by patches`",
     )
     parser.add_argument(
         "--reports-alone",
         action="store_true",
-        help="replicas report their load once a second, not with every answer",
+        help="replicas report their load once a second instead of with every response",
     )
     add_json(parser)
     add_plot(parser)
@@ -94,7 +98,7 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     fleets = ", ".join(map(str, options.replicas))
     Console(stderr=True, soft_wrap=True).print(
-        f"simulating {len(ROWS)} policies over fleets of {fleets} replicas ..."
+        f"simulating {len(ROWS)} policies on fleets of {fleets} replicas ..."
     )
     rows = [measure(name, replicas, options) for replicas in options.replicas for name in ROWS]
     write_json(options.json, rows)

@@ -100,7 +100,7 @@ class Proxy:
         self.encoder = encoder
         self.tokens = Tokens(auth)
         self.buffered = Buffered(
-            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+            limits.max_buffered_bytes, "buffered requests (limits.max_buffered_bytes)"
         )
         self.client = httpx.AsyncClient(
             base_url=upstream,
@@ -166,7 +166,7 @@ class Proxy:
         try:
             return await self.client.send(outgoing, stream=True)
         except httpx.TimeoutException as error:
-            raise DeadlineExceeded(f"no answer from {self.upstream}: {error!r}") from None
+            raise DeadlineExceeded(f"no response from {self.upstream}: {error!r}") from None
         except httpx.TransportError as error:
             raise Unavailable(f"{self.upstream} cannot be reached: {error!r}") from None
 

@@ -136,7 +136,7 @@ class SglangEncoder:
         self.limits = limits
         self.networks = networks
         self.buffered = Buffered(
-            limits.max_buffered_bytes, "too much is sent here (limits.max_buffered_bytes)"
+            limits.max_buffered_bytes, "buffered requests (limits.max_buffered_bytes)"
         )
         self.receivers: dict[str, Receivers] = {}
         self.context = zmq.asyncio.Context()
@@ -200,7 +200,7 @@ class SglangEncoder:
         receivers = self.receivers.get(req_id)
         if receivers is None:
             if len(self.receivers) >= MOST_WAITING:
-                raise Overloaded(f"{MOST_WAITING} requests wait here: come back later")
+                raise Overloaded(f"{MOST_WAITING} requests are waiting here: try again later")
             receivers = self.receivers[req_id] = Receivers()
             forget = partial(self.receivers.pop, req_id, None)
             asyncio.get_running_loop().call_later(2 * self.limits.timeout_seconds, forget)

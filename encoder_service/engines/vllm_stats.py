@@ -21,13 +21,13 @@ except ModuleNotFoundError:
 
 COUNTERS = {
     "loaded": "Embeddings that were fetched, or encoded in this process.",
-    "failed": "Embeddings that could not be fetched: their requests failed.",
-    "left": "Items that vLLM's own tower encoded.",
+    "failed": "Embeddings that could not be fetched, so that their requests failed.",
+    "left": "Items encoded by vLLM's own tower.",
     "bytes": "Bytes of loaded embeddings.",
     "ipc": "Embeddings that vLLM's workers copied from an encoder's memory.",
     "unix": "Embeddings received over a unix socket.",
     "tcp": "Embeddings received from an encoder over TCP.",
-    "http": "Embeddings fetched through the service's front door.",
+    "http": "Embeddings fetched from the service over HTTP.",
 }
 MOST_SECONDS = 10_000  # limit for a vLLM that never asks
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -88,7 +88,7 @@ class LoadMetrics(ECConnectorPromMetrics):  # type: ignore[misc]
         }
         self.seconds = kinds[Histogram](
             "vllm:encoder_service_seconds",
-            "Of a fetch; or of an item in the engine, from when it got it until it was encoded.",
+            "Seconds to fetch an embedding, or to queue and encode an item in this process.",
             labels,
             buckets=BUCKETS,
         )

@@ -65,7 +65,7 @@ class Boxes:
             if kind == b"ispe":
                 width, height = struct.unpack_from(">II", self.data, at + 4)
                 if self.track_sizes() - {(width, height), (0, 0)}:
-                    raise ValueError("its frames are not of its size")
+                    raise ValueError("its frames differ from it in size")
             elif kind == b"clap" and crops:
                 across, by, down, by_too = struct.unpack_from(">4I", self.data, at)
                 width, height = across // by, down // by_too
@@ -115,7 +115,7 @@ class Boxes:
                 begin += 8
             stop = start + size if size else end
             if stop < begin or (stop > end and kind != b"mdat"):
-                raise ValueError("a box does not fit into what holds it")
+                raise ValueError("a box exceeds its parent")
             yield kind, begin, stop
             start = stop
 

@@ -45,12 +45,12 @@ class Buffered:
     """Limits the bytes of requests, or of answers, that are held at a time. Beyond `most_bytes`,
     429.
 
-    `reason`: what the client is told.
+    `what`: what is limited, in the error message.
     """
 
-    def __init__(self, most_bytes: int, reason: str) -> None:
+    def __init__(self, most_bytes: int, what: str) -> None:
         self.most_bytes = most_bytes
-        self.reason = reason
+        self.what = what
         self.held_bytes = 0
 
     @contextmanager
@@ -65,7 +65,7 @@ class Buffered:
     def check_room(self, size_bytes: int) -> None:
         """Raises Overloaded if taking this many bytes would."""
         if self.held_bytes + size_bytes > self.most_bytes:
-            raise Overloaded(f"{self.reason}, over {self.most_bytes} bytes: come back later")
+            raise Overloaded(f"{self.what} would exceed {self.most_bytes} bytes: try again later")
 
 
 class Held:
@@ -86,7 +86,7 @@ class Deadline:
     it."""
 
     def __init__(
-        self, seconds: float, advice: str = "send less, or give options.timeout_s"
+        self, seconds: float, advice: str = "send less, or raise options.timeout_s"
     ) -> None:
         self.seconds = seconds
         self.advice = advice
@@ -96,7 +96,7 @@ class Deadline:
         """Seconds until the deadline. Raises DeadlineExceeded if it has passed."""
         seconds = self.end - time.monotonic()
         if seconds <= 0:
-            raise DeadlineExceeded(f"the time was over before encoding began: {self.advice}")
+            raise DeadlineExceeded(f"timed out before encoding began: {self.advice}")
         return seconds
 
     async def keep(self, work: Awaitable[Result]) -> Result:

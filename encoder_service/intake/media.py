@@ -338,7 +338,9 @@ def probe_sound(data: bytes, spec: ModelSpec, limits: LimitOptions) -> Media:
     size = Size(math.ceil(seconds * spec.audio.rate), 1)
     plan = spec.audio.plan(size)
     if not plan.tokens:
-        raise InvalidMedia(f"the sound lasts {float(seconds):g} s, too short for one token")
+        raise InvalidMedia(
+            f"the sound lasts {float(seconds):g} s, too short for one token: send a longer one"
+        )
     return Media("audio", data, plan, hashlib.sha256(data).hexdigest(), size=size)
 
 

@@ -48,7 +48,7 @@ class ChatMetrics:
         )
         self.answers = counter(
             "answers_total",
-            "Completions, by how they ended: stop, length, cancelled or failed.",
+            "Completions, by finish reason: stop, length, cancelled or failed.",
             ["finish"],
         )
         self.tokens = counter(
@@ -58,11 +58,12 @@ class ChatMetrics:
         )
         self.encode_seconds = seconds(
             "encode_seconds",
-            "Seconds from a request with images to all its embeddings; it is tokenised meanwhile.",
+            "Seconds from a request with images until all its embeddings are there, tokenisation "
+            "included.",
         )
         self.first_token_seconds = seconds(
             "first_token_seconds",
-            "Seconds from a request to the first text of its completion, waiting included.",
+            "Seconds from a request to the first text of its completion, queueing included.",
         )
 
     def text(self) -> str:

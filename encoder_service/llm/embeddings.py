@@ -234,7 +234,7 @@ def text_media(text: str, spec: ModelSpec) -> Media | ServiceError:
     try:
         data = text.encode()
     except UnicodeEncodeError:
-        return InvalidRequest("the text has half of a surrogate pair: send valid Unicode")
+        return InvalidRequest("the text has an unpaired surrogate: send valid Unicode")
     return Media("text", data, plan, hashlib.sha256(data).hexdigest())
 
 

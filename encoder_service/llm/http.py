@@ -167,7 +167,7 @@ class ChatService:
         """Raises Unavailable if there is none."""
         ready = await self.backend.ready_replicas()
         if not ready:
-            raise Unavailable("no language model is ready yet: they load weights")
+            raise Unavailable("no language model is ready yet: replicas are loading weights")
         return ready
 
     async def complete(self, call: ChatCall) -> tuple[list[Piece], Finish]:

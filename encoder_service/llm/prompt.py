@@ -47,7 +47,7 @@ def load_tokenizer(options: ModelOptions) -> Any:
     tokenizer.chat_template = read_template(files) or tokenizer.chat_template
     if not isinstance(tokenizer.chat_template, str) or not tokenizer.is_fast:
         raise CheckpointError(
-            f"{options.id!r} has no tokenizer.json or no chat template: a model for chat has both"
+            f"{options.id!r} has no tokenizer.json or no chat template: chat needs both"
         )
     return tokenizer
 
@@ -155,7 +155,7 @@ def expand(
         if ids.count(token) != len(ones):
             raise InvalidRequest(
                 f"the messages have {len(ones)} {kind}s but {ids.count(token)} {kind} tokens: "
-                "a text must not hold the model's own tokens"
+                "a text must not contain the model's own tokens"
             )
         waiting[kind] = iter(ones)
     expanded: list[int] = []

@@ -76,7 +76,8 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         )
     if options.max_model_len and options.max_model_len > longest:
         raise ConfigError(
-            f"llm.max_model_len is {options.max_model_len}, but {own.id!r} was made for {longest}"
+            f"llm.max_model_len is {options.max_model_len}, but {own.id!r} was made for "
+            f"{longest}: lower it"
         )
     return LlmSpec(
         id=own.id,

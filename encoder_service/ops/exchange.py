@@ -34,20 +34,20 @@ class ServiceMetrics:
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "encoder_requests_total",
-            "Requests to encode, plan, embed or chat, by the status of their response.",
+            "Encode, plan, embedding and chat requests, by response status.",
             ("api", "code"),
             registry=self.registry,
         )
         self.request_seconds = Histogram(
             "encoder_request_seconds",
-            "Seconds from the first byte of such a request to the last byte of its response.",
+            "Seconds from the first byte of a request to the last byte of its response.",
             ("api",),
             buckets=SECONDS,
             registry=self.registry,
         )
         self.unsent_bytes = Gauge(
             "encoder_unsent_bytes",
-            "Responses that this ingress holds until their clients have read them.",
+            "Bytes of responses that this ingress holds until their clients have read them.",
             registry=self.registry,
         )
 

@@ -71,7 +71,7 @@ class Scrape(Collector):
         """The families, then how complete the scrape is."""
         yield from self.families()
         scraped = dict.fromkeys(self.missing, 0) | Counter(page.deployment for page in self.pages)
-        yield gauge("encoder_scraped_replicas", "Replicas whose series are in this page.", scraped)
+        yield gauge("encoder_scraped_replicas", "Replicas whose series are on this page.", scraped)
         yield gauge(
             "encoder_missing_replicas",
             "Replicas that did not answer in time; an unreachable deployment counts as one.",

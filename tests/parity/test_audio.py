@@ -432,7 +432,7 @@ def test_budgets_are_whole_windows(tmp_path: Path) -> None:
     tower = load(options, torch.device("cpu"))
     room = model_capacity(GraphOptions(), tower.spec)
     assert all(budget % 13 == 0 for budget in room.budgets[0])
-    with pytest.raises(ConfigError, match="100 is no multiple of 13, the tokens of a window"):
+    with pytest.raises(ConfigError, match="100 is not a multiple of 13, the tokens per window"):
         tower.inputs("default", 100, 1)
 
 
@@ -501,7 +501,7 @@ def test_conformers_that_hear_otherwise_are_named(
     ("kind", "change", "told"),
     [
         ("qwen3_omni_moe", {"n_window": 100}, "n_window of the audio encoder: only 50"),
-        ("qwen3_omni_moe", {"n_window_infer": 250}, "n_window_infer.*no multiple of 100"),
+        ("qwen3_omni_moe", {"n_window_infer": 250}, "n_window_infer.*not a multiple of 100"),
         ("qwen2_5_omni", {"n_window": 75}, "a token would be of two windows"),
         ("qwen2_5_omni", {"activation_function": "relu"}, "activation_function of the audio"),
     ],

@@ -129,7 +129,7 @@ def test_canvases_are_as_mllama_gives_them(width: int, height: int, most: int) -
 
 
 def test_a_budget_that_is_not_whole_images(pair: Pair) -> None:
-    with pytest.raises(ConfigError, match="token_budgets: 102 is no multiple of 68, the tokens"):
+    with pytest.raises(ConfigError, match="token_budgets: 102 is not a multiple of 68, the tokens"):
         pair.tower.inputs("default", 102, 1)
 
 

@@ -130,7 +130,7 @@ def test_a_layer_too_many_is_told_with_its_key(name: str, tmp_path: Path) -> Non
     }
     options = write(tmp_path, facts | {"tensors": longer})
     key = r"vision_config\.\S*(layers|depth|deepstack_visual_indexes)"
-    told = rf"are left over \(.*\. Whether there is \S+ depends on {key}, here "
+    told = rf"are left over \(.*\. Whether \S+ exists depends on {key}, which is "
     with pytest.raises(CheckpointError, match=told):
         load.tensors(options, read(options), torch.device("cpu"))
 

@@ -287,7 +287,7 @@ def running(tower: TileTower, room: Capacity) -> tuple[Engine, EncoderMetrics]:
 
 def test_a_budget_that_is_not_whole_tiles(pair: Pair) -> None:
     tile = pair.tower.sizing.tile_tokens
-    with pytest.raises(ConfigError, match=f"token_budgets: {tile + 1} is no multiple of {tile}"):
+    with pytest.raises(ConfigError, match=f"token_budgets: {tile + 1} is not a multiple of {tile}"):
         pair.tower.inputs("default", tile + 1, 1)
 
 

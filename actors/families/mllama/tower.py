@@ -230,8 +230,8 @@ class MllamaTower(TileTower):
         images, rest = divmod(tokens, self.image_tokens)
         if rest:
             raise ConfigError(
-                f"graphs.token_budgets: {tokens} is no multiple of {self.image_tokens}, "
-                f"the tokens that {self.spec.id} computes of an image"
+                f"graphs.token_budgets: {tokens} is not a multiple of {self.image_tokens}, "
+                f"the tokens that {self.spec.id} computes per image"
             )
         return images
 

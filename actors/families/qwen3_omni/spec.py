@@ -66,7 +66,7 @@ def in_chunks(
     extractor = feature_extractor(source, encoder)
     attended, rest = divmod(int(encoder["n_window_infer"]), 2 * WINDOW)
     if rest or not attended:
-        raise ValueError(f"n_window_infer of the audio encoder: no multiple of {2 * WINDOW}")
+        raise ValueError(f"n_window_infer of the audio encoder: not a multiple of {2 * WINDOW}")
     asr = family == "qwen3_asr"
     sizing = ChunkSizing(
         *log_mel_sizes(extractor, encoder),

@@ -108,8 +108,8 @@ class ChunkTower(AudioTower):
         """Raises ConfigError for a budget that is not whole windows."""
         if tokens % self.sizing.window_tokens:
             raise ConfigError(
-                f"graphs.token_budgets: {tokens} is no multiple of {self.sizing.window_tokens}, "
-                f"the tokens of a window of {self.spec.id}"
+                f"graphs.token_budgets: {tokens} is not a multiple of {self.sizing.window_tokens}, "
+                f"the tokens per window of {self.spec.id}"
             )
         return super().inputs(path, tokens, segments)
 

@@ -21,7 +21,7 @@ def voxtral(source: ModelSource) -> ModelSpec:
     width = (source.config.get("text_config") or {}).get("hidden_size", TEXT_WIDTH)
     stack, rest = divmod(int(encoder["intermediate_size"]), int(encoder["hidden_size"]))
     if rest:
-        raise ValueError("intermediate_size of audio_config: no multiple of its hidden_size")
+        raise ValueError("intermediate_size of audio_config: not a multiple of its hidden_size")
     return over_whisper("voxtral", source, encoder, width, stack, whole=True, several=True)
 
 

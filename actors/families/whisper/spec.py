@@ -54,7 +54,9 @@ def over_whisper(
     seconds = frames * int(extractor["hop_length"]) / int(extractor["sampling_rate"])
     only(extractor, {"chunk_length": seconds}, "the feature extractor")
     if frames % (STRIDE * stack):
-        raise ValueError(f"max_source_positions: no multiple of {stack}, the positions of a token")
+        raise ValueError(
+            f"max_source_positions: not a multiple of {stack}, the positions per token"
+        )
     sizing = WhisperSizing(
         *log_mel_sizes(extractor, encoder),
         window_frames=frames,

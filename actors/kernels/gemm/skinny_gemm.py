@@ -166,9 +166,7 @@ def image(element: str, tile: GemmTile) -> bytes:
 @cache
 def warn(error: str) -> None:
     """Once per process, however many shapes there are."""
-    log.warning(
-        "skinny_gemm.cu cannot be used, so cuBLASLt computes GEMMs with few rows: %s", error
-    )
+    log.warning("skinny GEMMs use cuBLASLt: skinny_gemm.cu is not available: %s", error)
 
 
 def source(element: str, tile: GemmTile) -> str:

@@ -168,7 +168,10 @@ def kernels_for(
         with torch.cuda.device(device):
             return tuple(build(ELEMENTS[dtype], size, ring) for ring in RINGS[size])
     except (ImportError, OSError, RuntimeError) as error:
-        log.warning("attention by Triton, which is slower: hopper cannot be used: %s", error)
+        log.warning(
+            "attention uses the slower Triton kernel: the Hopper kernel is not available: %s",
+            error,
+        )
         return None
 
 

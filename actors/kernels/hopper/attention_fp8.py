@@ -119,7 +119,7 @@ def long_kernels(device: torch.device, dtype: torch.dtype, size: int) -> HopperL
             attend = cuda.load(image, "attend", threads, shared_bytes(size))
             return HopperLongAttention(prepare, attend, size)
     except (ImportError, OSError, RuntimeError) as error:
-        log.warning("attention in 16 bits: that in FP8 cannot be used: %s", error)
+        log.warning("attention runs in 16 bits: the FP8 kernel is not available: %s", error)
         return None
 
 

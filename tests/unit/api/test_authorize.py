@@ -64,9 +64,9 @@ def test_two_headers_are_refused_whichever_is_right(second: str) -> None:
 
 def test_no_token_and_another_are_told_apart() -> None:
     for given in ((), ("Bearer ",), ("Basic one",)):
-        with pytest.raises(Unauthorized, match="asks for a token"):
+        with pytest.raises(Unauthorized, match="requires a token"):
             service("one").authorize(*given)
-    with pytest.raises(Unauthorized, match="is not one of this service's"):
+    with pytest.raises(Unauthorized, match="is unknown to this service"):
         service("one").authorize("Bearer two")
 
 

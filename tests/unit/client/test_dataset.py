@@ -138,7 +138,7 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
     written = write(Caller(tmp_path / "log"), folder, out)
     failure = f"{folder / '4.jpg'}: invalid_request: no image"
     reasons = {
-        "gone.jpg": "a link to nothing",
+        "gone.jpg": "a broken link",
         "linked": "a link to a folder",
         "logo.svg": "no image and no video by its name",
         "notes.txt": "no image and no video by its name",

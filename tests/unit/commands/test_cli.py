@@ -49,16 +49,16 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     for word in ("qwen3vl-tiny", "64 72 80 88", "largest_first", "random numbers"):
         assert word in shown
     rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
-    assert rows["tokens"] == "none: everybody has access"
+    assert rows["bearer tokens"] == "none (no authentication)"
     assert rows["listens on"] == "HTTP 127.0.0.1:8000, gRPC 127.0.0.1:9000"
-    assert rows["cache of each"] == "off"
-    assert rows["references of each"] == "1,073,741,824 bytes"
+    assert rows["cache per encoder"] == "off"
+    assert rows["references per encoder"] == "1,073,741,824 bytes"
     assert rows["limits.max_items"] == "64"
     assert rows["limits.timeout_seconds"] == "60"
-    assert rows["a request's images"] == "min_pixels 4,096, at most 1,048,576"
-    assert "max_pixels 1,048,576, at most 1,048,576" in shown
-    assert rows["a request's videos"] == "min_pixels not set, at most 1,048,576"
-    assert "fps 2.0, at most 240.0" in shown
+    assert rows["options for images"] == "min_pixels: default 4,096, at most 1,048,576"
+    assert "max_pixels: default 1,048,576, at most 1,048,576" in shown
+    assert rows["options for videos"] == "min_pixels: no default, at most 1,048,576"
+    assert "fps: default 2.0, at most 240.0" in shown
     assert "limits.max_video_pixels" in rows
     assert "limits.max_audio_seconds" not in rows
 
@@ -71,8 +71,8 @@ def test_check_shows_the_limits_of_the_models_kind_of_item(
     found = {row[0]: row[1] for row in rows if len(row) == 2}
     assert found["limits.max_audio_seconds"] == "900, but this model takes 30"
     assert not [name for name in found if "pixels" in name or "video" in name or "image" in name]
-    assert "video" not in found["a pack"]
-    assert "a request's sounds" in found
+    assert "video" not in found["pack"]
+    assert "options for sounds" in found
 
 
 def test_check_shows_what_a_change_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -315,7 +315,7 @@ def test_check_shows_each_pool(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ("budgets, default", "64 256"),
         ("encoders", "3: 0 GPU, 0.1 CPU each, on cpu, 1 rack"),
         ("encoders", "1: 0 GPU, 0.1 CPU each, on cpu"),
-        ("a request's images", "min_pixels 4,096, at most 1,048,576"),
+        ("options for images", "min_pixels: default 4,096, at most 1,048,576"),
     ):
         assert row in rows
     assert cli.main(["bench", "serve", "--config", str(path), "--alone"]) == 1
@@ -337,8 +337,8 @@ def test_check_follows_the_size_of_images(
     assert cli.main(["check", config]) == 0
     shown = capsys.readouterr().out
     assert "224 240 256 " in shown
-    assert "max_pixels 262,144, at most 262,144" in shown
-    assert "fps 1.0, at most 240.0" in shown
+    assert "max_pixels: default 262,144, at most 262,144" in shown
+    assert "fps: default 1.0, at most 240.0" in shown
     text = (
         Path(config)
         .read_text()
@@ -346,14 +346,14 @@ def test_check_follows_the_size_of_images(
     )
     Path(config).write_text(text)
     assert cli.main(["check", config]) == 0
-    assert "max_pixels 262,144, at most 1,048,576" in capsys.readouterr().out
+    assert "max_pixels: default 262,144, at most 1,048,576" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("graphs", "says"),
     [
-        ("", "max_pixels 100,001, at most 100,001"),
-        (", token_budgets: [32, 64]", "max_pixels 100,001 if not given, else at most"),
+        ("", "max_pixels: default 100,001, at most 100,001"),
+        (", token_budgets: [32, 64]", "max_pixels: default 100,001, at most"),
     ],
 )
 def test_check_of_pixels_that_are_no_whole_number_of_tokens(
@@ -380,8 +380,8 @@ def test_check_shows_vectors(
     assert cli.main(["check", config]) == 0
     shown = capsys.readouterr().out
     rows = {row[0]: row[1] for row in map(cells, shown.splitlines()) if len(row) == 2}
-    assert rows["takes"] == ("images and texts" if texts else "images")
-    assert rows["gives"] == "vectors of 768 values"
+    assert rows["input"] == ("images and texts" if texts else "images")
+    assert rows["output"] == "vectors of 768 values"
     assert rows.get("budgets, text") == ("0 70 140 280 560 1120" if texts else None)
 
 
@@ -406,7 +406,7 @@ def test_check_shows_tokens_and_cache_but_no_digest(
 def test_check_shows_the_language_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", str(CONFIGS / "tiny-chat.yaml")]) == 0
     shown = capsys.readouterr().out
-    for word in ("chat with", "nonsense", "8192 for prompt and answer together"):
+    for word in ("chat model", "meaningless", "8192 tokens (prompt and completion)"):
         assert word in shown
 
 
@@ -553,7 +553,7 @@ def test_check_shows_no_credentials(
     assert cli.main(["check", changed(tmp_path, "router: {", new)]) == 0
     out = capsys.readouterr().out
     rows = {row[0]: row[1] for row in map(cells, out.splitlines()) if len(row) == 2}
-    assert rows["cache of all"] == shown
+    assert rows["shared cache"] == shown
     assert "secret" not in out
 
 
@@ -640,7 +640,7 @@ def test_capture_plan_compares_with_the_configuration(
     assert cli.main(["capture-plan", str(sizes), "--config", config]) == 0
     shown = capsys.readouterr().out
     assert "512 1024" in next(line for line in shown.splitlines() if "configured" in line)
-    assert "fewer tokens computed than as configured" in shown
+    assert "fewer tokens than the configured budgets" in shown
 
 
 def test_the_table_of_simulate_fits_a_terminal(
@@ -649,9 +649,9 @@ def test_the_table_of_simulate_fits_a_terminal(
     monkeypatch.setenv("COLUMNS", "80")
     assert cli.main(["simulate", "--replicas", "4", "--requests", "16"]) == 0
     shown, told = capsys.readouterr()
-    assert told == f"simulating {len(ROWS)} policies over fleets of 4 replicas ...\n"
+    assert told == f"simulating {len(ROWS)} policies on fleets of 4 replicas ...\n"
     (head,) = (line.split() for line in shown.splitlines() if "policy" in line)
-    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of best"
+    assert " ".join(head) == "replicas policy p50 ms p99 ms imbalance burst ms of optimum"
     assert max(map(len, shown.splitlines())) <= 80
 
 

@@ -108,7 +108,7 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "in" / "notes.txt").touch()
     assert cli.main(["encode", str(tmp_path / "in"), "--out", str(tmp_path / "none")]) == 1
     errors = capsys.readouterr().err
-    assert "there is nothing among the files that the model takes" in errors
+    assert "no file has a name that the model takes" in errors
     assert f"; 1 skipped ({tmp_path / 'none' / 'skipped.txt'})" in errors
     (tmp_path / "in" / "cat.jpg").write_bytes(b"cat")
     out = tmp_path / "out"
@@ -129,11 +129,11 @@ def test_encode_writes_what_it_got(tmp_path: Path, capsys: pytest.CaptureFixture
     assert sorted(path.name for path in out.iterdir()) == written
     assert cli.main(arguments) == 1
     shown = capsys.readouterr().out
-    assert f"1 failed (nothing new: 2 were done by earlier runs){skipped}: " in shown
+    assert f"1 failed (nothing new: 2 from earlier runs){skipped}: " in shown
     (tmp_path / "new.jpg").touch()
     longer = [*arguments[:3], str(tmp_path / "new.jpg"), *arguments[3:]]
     assert cli.main(longer) == 1
-    assert "2 encoded, 1 failed (2 of them by earlier runs)" in capsys.readouterr().out
+    assert "2 encoded, 1 failed (2 of them from earlier runs)" in capsys.readouterr().out
     assert cli.main([*arguments, "--dtype", "float32"]) == 1
     assert "use another folder" in capsys.readouterr().err
 
@@ -179,7 +179,7 @@ def test_encode_to_an_address_that_is_none(
 
 
 @pytest.mark.usefixtures("service")
-@pytest.mark.parametrize(("bad", "more"), [(20, ""), (23, "3 more, which the manifest names")])
+@pytest.mark.parametrize(("bad", "more"), [(20, ""), (23, "3 more, listed in the manifest")])
 def test_encode_names_failures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: int, more: str
 ) -> None:

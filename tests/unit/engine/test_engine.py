@@ -194,7 +194,7 @@ def test_a_bug_in_the_engine_leaves_nobody_waiting(
     monkeypatch.setattr(rig.engine, "_count", lambda *_: 1 / 0)
     rig.gate.set()
     for answer in answers:
-        with pytest.raises(Unavailable, match="broke down"):
+        with pytest.raises(Unavailable, match="failed and cannot continue"):
             answer.result(10)
     assert not rig.engine.alive()
     closing = threading.Thread(target=rig.engine.close, daemon=True)

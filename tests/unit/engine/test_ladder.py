@@ -178,7 +178,7 @@ def test_a_line_without_a_count_is_one_image(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("336by336 3", "'336by336 3' is not WIDTHxHEIGHT and a count"),
+        ("336by336 3", "'336by336 3' is not `WIDTHxHEIGHT COUNT`"),
         ("336x336 3 4", "'336x336 3 4' is not"),
         ("336x336 many", "many"),
         ("0x336 3", "'0x336 3' is not"),
@@ -231,7 +231,7 @@ def test_two_paths_are_planned_each_by_what_it_computes(
     assert "global_token_budgets: [272, 13824]\n" in shown
     assert "local_token_budgets: [200, 400, 12800]\n" in shown
     assert shown.count("0.000") >= 2
-    assert "fewer tokens computed" in shown
+    assert "fewer tokens than the configured budgets" in shown
 
 
 def test_a_path_that_nothing_takes_keeps_its_largest_budget(

@@ -205,7 +205,7 @@ def test_answers_that_are_refused(
 def test_a_file_is_read_only_while_there_is_room() -> None:
     buffered, answer = Buffered(550, "too much"), httpx.Response(200, content=endless())
     with buffered.hold() as take:
-        with pytest.raises(Overloaded, match="too much, over 550 bytes"):
+        with pytest.raises(Overloaded, match="too much would exceed 550 bytes"):
             fetch("https://images.example/", lambda _: answer, take=take)
         assert buffered.held_bytes == 0, "what a failed attempt took is given back"
         five = httpx.Response(200, content=short())

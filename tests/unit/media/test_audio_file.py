@@ -129,7 +129,7 @@ def damaged(name: str) -> bytes:
 @pytest.mark.parametrize(
     ("name", "kind", "told"),
     [
-        ("empty", UnsupportedMedia, "not a sound that is read here: send WAV, FLAC, MP3 or OGG"),
+        ("empty", UnsupportedMedia, "not in a supported audio format: send WAV, FLAC, MP3 or OGG"),
         ("no samples", InvalidMedia, "the sound lasts 0 s, too short for one token"),
         (
             "cut off",
@@ -138,7 +138,7 @@ def damaged(name: str) -> bytes:
         ),
         ("cut off FLAC", InvalidMedia, r"ends after 0\.\d of the 1\.0 s that its header declares"),
         ("only a header", InvalidMedia, "has 50 of the 32078 bytes"),
-        ("a picture", UnsupportedMedia, "not a sound that is read here"),
+        ("a picture", UnsupportedMedia, "not in a supported audio format"),
         ("a codec", UnsupportedMedia, "the codec adpcm_ima_wav is not supported: use flac, mp3"),
         ("a rate", UnsupportedMedia, "1 channels of 200000 samples a second; supported are up to"),
         ("a low rate", UnsupportedMedia, "1 channels of 3999 samples a second"),

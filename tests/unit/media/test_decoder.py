@@ -326,7 +326,7 @@ def test_another_model_is_refused_at_start(rig: Rig) -> None:
 
 def test_processes_that_never_start_are_given_up(rig: Rig) -> None:
     rig.greeting = ""
-    with pytest.raises(StartError, match=r"preprocess\.processes to 0 .*ended 3 times"):
+    with pytest.raises(StartError, match=r"preprocess\.processes to 0 .*exited 3 times"):
         rig.open()
 
 
@@ -374,5 +374,5 @@ def test_a_size_that_is_not_the_headers_is_refused(rig: Rig) -> None:
     opened = rig.open()
     plan = opened.patchifier.spec.sizing.plan(Size(96, 96))
     wrong = opened.submit(Media("image", rig.media().data, plan, digest=""))
-    with pytest.raises(InvalidMedia, match="size that its header says"):
+    with pytest.raises(InvalidMedia, match="differs in size from its header"):
         wrong.result(60)

@@ -186,7 +186,7 @@ def test_calibrate_writes_what_the_service_reads(
     graphs = GraphOptions(precision="fp8", precision_file=str(out))
     plan = read_plan(graphs, TINY)
     assert plan is not None
-    assert f"{len(plan.fp8)} of 18 layers in FP8" in said
+    assert f"{len(plan.fp8)} of 18 layers run in FP8" in said
     assert 0 < len(plan.fp8) < 18
     assert plan.rows_error < ROWS_ERROR
 
@@ -266,7 +266,7 @@ def test_a_layer_whose_outputs_are_all_zero_stays_as_it_is() -> None:
 
 
 def test_a_bound_that_no_layer_keeps(calibration: Calibration) -> None:
-    with pytest.raises(ConfigError, match="no layer can be computed in FP8"):
+    with pytest.raises(ConfigError, match="no layer can run in FP8"):
         calibration.plan(1e-4)
 
 
@@ -324,7 +324,7 @@ def test_check_names_a_plan_that_cannot_be_read(content: str | None, tmp_path: P
     service = parse({"model": TINY.model_dump(), "encoder": cpu, "graphs": graphs.model_dump()})
     (warning,) = missing(service)
     assert "graphs.precision_file cannot be read: " in warning
-    assert warning.endswith("; every node of an encoder needs it")
+    assert warning.endswith("; every encoder node needs it")
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
