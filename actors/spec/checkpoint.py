@@ -127,8 +127,8 @@ class Hub(Files):
                 "the Hugging Face hub "
                 f"({type(error).__name__}), and it is not in the cache. Either give a local "
                 "folder as model.id, or set HF_TOKEN for a gated repository, or run once where "
-                "the hub is in reach, or take `load_format: dummy` with one of the presets "
-                f"{', '.join(preset_names())}."
+                "the hub is in reach, or set `load_format: dummy` and a preset such as qwen3vl-8b "
+                "(`encoder-service bench engine --help` lists them)."
             ) from error
 
     def read_json(self, name: str) -> Json | None:

@@ -147,7 +147,8 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
         server.add_insecure_port(address)
     except RuntimeError as error:
         raise StartError(
-            f"cannot listen on {address} (ingress.grpc_host, ingress.grpc_port): {error}"
+            f"cannot listen on {address}: another program may use the port. Set ingress.grpc_host "
+            f"and ingress.grpc_port to a free one, or stop that program ({error})"
         ) from error
     await server.start()
     try:

@@ -74,7 +74,8 @@ class Answered:
 
     latency_seconds: float
     overhead_seconds: float
-    """The part that is not decoding, waiting for the device or encoding."""
+    """The part that is not decoding, waiting for the device or encoding. For several images the
+    longest of each is subtracted, which may add up to more than the latency."""
     images: int
     sent_bytes: int
     embedding_bytes: int

@@ -165,6 +165,7 @@ def run_protocol(
 
 def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
     p50, p95, p99 = result.percentiles_ms(50, 95, 99)
+    single_items = all(one.images == 1 for one in result.answered)
     (single,) = alone.percentiles_ms(50)
     seconds = result.wall_seconds
     return {
@@ -173,7 +174,6 @@ def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
         "p50_ms": p50,
         "p95_ms": p95,
         "p99_ms": p99,
-        "loaded_overhead_ms": overhead_ms(result),
         "requests_per_second": len(result.answered) / seconds,
         "images_per_second": result.total("images") / seconds,
         "patches_per_second": work.patches / seconds,
@@ -185,7 +185,7 @@ def figures(result: Result, work: WorkDone, alone: Result) -> dict[str, Any]:
         "replica_patches": dict(work.replica_patches),
         "single_image_p50_ms": single,
         "overhead_ms": overhead_ms(alone),
-    }
+    } | ({"loaded_overhead_ms": overhead_ms(result)} if single_items else {})
 
 
 def overhead_ms(result: Result) -> float:

@@ -85,7 +85,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         console.print(table(path, old, new, seen))
     before, after = (sum(map(computed, loads, ladders)) for ladders in (now, planned))
     change = f"{abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'}"
-    console.print(f"{change} tokens than the configured budgets. Put under `graphs:` in", end=" ")
+    console.print(
+        f"{change} tokens than the configured budgets. Put under `args`, `graphs` in", end=" "
+    )
     console.print(f"{options.config}:")
     for path, ladder in zip(spec.paths, planned, strict=True):
         key = "token_budgets" if len(spec.paths) == 1 else f"{path}_token_budgets"

@@ -272,6 +272,8 @@ def test_figures_have_all_rows() -> None:
     assert found["p50_ms"] == pytest.approx(5050)
     assert found["p99_ms"] == pytest.approx(9901)
     assert found["loaded_overhead_ms"] == pytest.approx(20)
+    several = Result([Answered(0.1, -0.1, 2, 10, 20)], Counter(), 2.0)
+    assert "loaded_overhead_ms" not in figures(several, work_between({}, samples(patches=1)), alone)
     assert (found["requests_per_second"], found["patches_per_second"]) == (50, 50)
     with pytest.raises(RuntimeError, match="overloaded"):
         figures(Result(errors=Counter(overloaded=3)), work_between({}, {}), alone)
