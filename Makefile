@@ -2,7 +2,7 @@
 PYTHON ?= python3
 CONFIG ?= configs/tiny.yaml
 BIN := .venv/bin
-# The newest torch that comes without CUDA where there is a build for CPUs. Empty: the newest that pyproject.toml allows.
+# The newest torch that has builds for CPUs alone. Empty: the newest that pyproject.toml allows.
 TORCH ?= 'torch<2.14'
 
 .PHONY: setup serve demo demo-vectors demo-audio test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \

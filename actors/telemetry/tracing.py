@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -165,6 +166,7 @@ def provider(options: TracingOptions) -> TracerProvider:
         folder = Path(options.folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / f"spans-{os.getpid()}.jsonl").open("a", encoding="utf-8")
+        weakref.finalize(made, file.close)
         made.add_span_processor(SimpleSpanProcessor(ConsoleSpanExporter(out=file, formatter=line)))
     else:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
