@@ -416,13 +416,15 @@ def test_the_key_that_decides_is_named(tmp_path: Path) -> None:
     config["audio_config"]["use_clipped_linears"] = False
     file.write_text(json.dumps(config))
     options = ModelOptions(id=str(tmp_path), tower="audio")
-    with pytest.raises(CheckpointError, match=r"on audio_config\.use_clipped_linears, here False"):
+    with pytest.raises(
+        CheckpointError, match=r"on audio_config\.use_clipped_linears, which is False"
+    ):
         load(options, torch.device("cpu"))
     write_nemotron(tmp_path, biased=True)
     config = json.loads(file.read_text())
     del config["audio_config"]["attention_bias"]
     file.write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"on audio_config\.attention_bias, here False"):
+    with pytest.raises(CheckpointError, match=r"on audio_config\.attention_bias, which is False"):
         load(options, torch.device("cpu"))
 
 

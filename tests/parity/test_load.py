@@ -80,8 +80,12 @@ def test_a_fault_of_any_family_is_named(pair: Pair, tmp_path: Path, fault: str) 
     ("key", "value", "told"),
     [
         ("depth", 6, r"12 tensors are missing \(blocks.5.attn.proj.bias,.*blocks.5.attn.proj.bias"),
-        ("depth", 4, r"0 tensors are missing \(none\) and 12 are left over.*is blocks.4.attn"),
-        ("deepstack_visual_indexes", [1], r"are left over.*is deepstack_merger_list.1.linear_fc1"),
+        ("depth", 4, r"0 tensors are missing \(none\) and 12 are left over.*Whether blocks.4.attn"),
+        (
+            "deepstack_visual_indexes",
+            [1],
+            r"are left over.*Whether deepstack_merger_list.1.linear_fc1",
+        ),
     ],
 )
 def test_a_config_that_does_not_fit_the_weights(
@@ -91,6 +95,6 @@ def test_a_config_that_does_not_fit_the_weights(
     config = json.loads((folder / "config.json").read_text())
     config["vision_config"][key] = value
     (folder / "config.json").write_text(json.dumps(config))
-    depends = re.escape(f" depends on vision_config.{key}, here {value}")
+    depends = re.escape(f" depends on vision_config.{key}, which is {value}")
     with pytest.raises(CheckpointError, match=told + ".*" + depends):
         load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
