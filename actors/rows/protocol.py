@@ -81,7 +81,8 @@ class RowsPlace:
 
     @classmethod
     def read(cls, told: Mapping[str, Any]) -> RowsPlace:
-        """From what the front door says; a newer one may say more. Raises KeyError."""
+        """From the front door's response, of which a newer version may have more fields. Raises
+        KeyError."""
         return cls(**{one.name: told[one.name] for one in fields(cls)})
 
 

@@ -74,8 +74,8 @@ class Answered:
 
     latency_seconds: float
     overhead_seconds: float
-    """The part that is not decoding, waiting for the device or encoding. For several images the
-    longest of each is subtracted, which may add up to more than the latency."""
+    """The latency minus the longest decoding, waiting for the device and encoding of its images.
+    Negative if these are of different images and overlap."""
     images: int
     sent_bytes: int
     embedding_bytes: int

@@ -86,7 +86,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
     before, after = (sum(map(computed, loads, ladders)) for ladders in (now, planned))
     change = f"{abs(1 - after / before):.1%} {'fewer' if after <= before else 'more'}"
     console.print(
-        f"{change} tokens than the configured budgets. Put under `args`, `graphs` in", end=" "
+        f"{change} tokens than the configured budgets. Put under `graphs` of `args` in", end=" "
     )
     console.print(f"{options.config}:")
     for path, ladder in zip(spec.paths, planned, strict=True):

@@ -352,7 +352,7 @@ def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
                 pass
         with socket.create_server(("127.0.0.1", 0)) as other:
             options = IngressOptions(grpc_port=other.getsockname()[1])
-            with pytest.raises(StartError, match=r"ingress\.grpc_port"):
+            with pytest.raises(StartError, match=r"another program .* ingress\.grpc_port"):
                 async with serving(service(Fleet()), options):
                     pass
 

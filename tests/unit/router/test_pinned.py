@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import pytest
 from ray.serve._private.common import DeploymentID, ReplicaID, RequestMetadata
+from ray.serve._private.replica_result import ReplicaResult
 from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -49,6 +50,7 @@ def test_ray_has_the_fields() -> None:
     assert isinstance(RunningReplica.routing_stats, property)
     assert isinstance(RunningReplica.replica_metadata, property)
     assert inspect.iscoroutinefunction(DeploymentBroadcastResponse._fetch_replica_results_async)
+    assert list(inspect.signature(ReplicaResult.add_done_callback).parameters)[1:] == ["callback"]
 
 
 def test_serve_finds_the_class_by_its_name_and_pickles_it() -> None:
@@ -82,7 +84,7 @@ def test_it_publishes_the_replicas_in_the_order_of_their_ids() -> None:
 class Late:
     """A call whose answer nobody waits for any more when it comes."""
 
-    callbacks: ClassVar[list[Callable[[Any], None]]] = []  # of no call: as Ray keeps them
+    callbacks: ClassVar[list[Callable[[Any], None]]] = []  # outside the call, as Ray keeps them
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         self.callbacks.append(callback)
@@ -94,10 +96,10 @@ class Late:
         pass
 
 
-def test_a_late_answer_is_referred_to_until_its_callbacks_were_called(
+def test_a_late_answer_is_held_until_its_callbacks_have_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ray aborts a process whose callback comes to a long answer without a reference."""
+    """Ray aborts the process if a callback runs for a long answer whose reference is gone."""
     monkeypatch.setattr(pinned, "ASK_SECONDS", 0.1)
     calls = [Late()]
     call = weakref.ref(calls[0])
