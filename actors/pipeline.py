@@ -11,10 +11,11 @@ import asyncio
 import logging
 import weakref
 from asyncio import ALL_COMPLETED, FIRST_COMPLETED
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Any, TypeVar
 
@@ -23,7 +24,7 @@ import torch
 
 from actors.engine.engine import Engine
 from actors.engine.traffic import SizesFile
-from actors.engine.video_chunks import rows_of
+from actors.engine.video_chunks import host_memory, rows_of
 from actors.errors import (
     DeadlineExceeded,
     EmbeddingLost,
@@ -44,6 +45,8 @@ from actors.store.kept import (
     Kept,
     PendingWrite,
     References,
+    Unwritten,
+    Write,
     reference_id,
     written,
 )
@@ -69,8 +72,9 @@ from actors.types import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_PENDING_BYTES = 16 * 2**20  # largest rows that are written after their item is answered
-REPLY_SECONDS = 0.002  # such writes are delayed, because they hold the GIL: the reply goes first
+MOST_UNWRITTEN_BYTES = 256 * 2**20
+"""Of kept rows that are in this process's memory only. On a GPU, that memory is pinned."""
+REPLY_SECONDS = 0.002  # delay of writes after an answer, because they hold the GIL
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
 
@@ -107,7 +111,7 @@ class Pipeline:
         """Blocks of `memory` by cache key and dtype, so that equal items share a block."""
         self._filling: dict[tuple[str, ...], asyncio.Task[None]] = {}
         """Blocks that are being filled from the host, by the same key."""
-        self._writing_behind = False
+        self.unwritten = Unwritten(MOST_UNWRITTEN_BYTES)
         self._closed = False
 
     async def encode(
@@ -129,11 +133,7 @@ class Pipeline:
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
         batch = RowBatch(self.writer, dtype)
-        alone = len(media) == 1
-        tasks = [
-            asyncio.create_task(self._encode(one, dtype, batch, keep=keep, alone=alone))
-            for one in media
-        ]
+        tasks = [asyncio.create_task(self._encode(one, dtype, batch, keep=keep)) for one in media]
         left = dict(enumerate(tasks))
         end = monotonic() + timeout_seconds
         enough = FIRST_COMPLETED if early else ALL_COMPLETED
@@ -159,7 +159,7 @@ class Pipeline:
         return answered(list(left))
 
     async def _encode(
-        self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, alone: bool
+        self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool
     ) -> Embedding:
         tokens = None if media.prune else retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
@@ -181,12 +181,12 @@ class Pipeline:
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 
+        write = partial(batch.write, media.emptied, item)
         if in_memory and (block := await self._block(media, item, dtype)) is not None:
-            later = self._written_later(media, item, dtype, batch, block)
-            return self._kept(media, later, block)
-        if keep and alone and self._may_be_answered_before_it_is_written(media, item, dtype):
-            return self._kept(media, self._write_behind(media, item, dtype, batch))
-        embedding = await batch.write(media, item)
+            return self._kept(media, await self._unwritten(write, item, dtype, block), block)
+        if keep and self._may_be_written_later(media, dtype, item.plan):
+            return self._kept(media, await self._unwritten(write, item, dtype))
+        embedding = await write()
         return self._kept(media, embedding) if keep else embedding
 
     async def fetch(self, name: str) -> Kept | None:
@@ -266,25 +266,11 @@ class Pipeline:
             queue_seconds=item.queue_seconds,
         )
 
-    def _may_be_answered_before_it_is_written(self, media: Media, item: Item, dtype: Dtype) -> bool:
-        """At most one item at a time. Under load, answers wait for the write, because unwritten
-        rows would fill the memory."""
-        if media.evs_rate or media.on_device or self._writing_behind:
+    def _may_be_written_later(self, media: Media, dtype: Dtype, plan: ItemPlan) -> bool:
+        """Not after an `evs_rate`, because the rows are not counted before they are written."""
+        if media.evs_rate or media.on_device:
             return False
-        size_bytes = self._size_bytes(item.plan, dtype)
-        return INLINE_BYTES < size_bytes <= MOST_PENDING_BYTES
-
-    def _write_behind(self, media: Media, item: Item, dtype: Dtype, batch: RowBatch) -> Embedding:
-        """Returns the embedding at once and writes its rows in the background."""
-
-        async def write() -> Embedding:
-            try:
-                return await self._write(media, item, batch)
-            finally:
-                self._writing_behind = False
-
-        self._writing_behind = True
-        return self._pending(item, dtype, write())
+        return self._size_bytes(plan, dtype) > INLINE_BYTES
 
     def _fits_memory(self, media: Media, dtype: Dtype) -> bool:
         """Whether an item's rows may be put into `memory`. Blocks have no room for scales, and an
@@ -337,34 +323,33 @@ class Pipeline:
         finally:
             del self._filling[key]
 
-    def _written_later(
-        self, media: Media, item: Item, dtype: Dtype, batch: RowBatch, block: Any
+    async def _unwritten(
+        self, write: Write, item: Item, dtype: Dtype, block: Any = None
     ) -> Embedding:
-        """Returns the embedding at once, because a block has its rows, and writes them to the host
-        in the background."""
+        """An embedding that may be answered before its rows are in shared memory.
 
-        async def write(_: Any) -> Embedding:
-            return await self._write(media, item, batch)
+        They are written once somebody asks for them; after the answer if a cache needs them there,
+        or if they are in a block, which may be evicted.
+        """
 
-        return self._pending(item, dtype, write(block))  # keeps the block until then
+        async def after_the_answer(_: Any) -> Embedding:
+            await asyncio.sleep(REPLY_SECONDS)
+            return await write()
 
-    async def _write(self, media: Media, item: Item, batch: RowBatch) -> Embedding:
-        await asyncio.sleep(REPLY_SECONDS)
-        return await batch.write(media, item)
-
-    def _pending(
-        self, item: Item, dtype: Dtype, write: Coroutine[Any, Any, Embedding]
-    ) -> Embedding:
-        rows, task = item.rows, asyncio.create_task(write)
-        # False for a video's chunks (a tuple) and for rows that left the device in FP8.
-        there = isinstance(rows, torch.Tensor) and not rows.is_cuda
-        same = there and dtype == self.writer.spec.dtype
-        pending = PendingWrite(task, as_bytes(rows, dtype)[0] if same else None)
-
-        def written(_: asyncio.Task[Embedding]) -> None:
-            pending.rows = None
-
-        task.add_done_callback(written)
+        soon = block is not None or self.writer.caches
+        item.patches = item.later = None  # the item lives until it is written
+        rows = item.rows
+        # Not a video's chunks (a tuple), nor rows that left the device in FP8, nor those on it.
+        same = isinstance(rows, torch.Tensor) and dtype == self.writer.spec.dtype
+        there = as_bytes(rows, dtype)[0] if same and not rows.is_cuda else None
+        pending = PendingWrite(
+            partial(after_the_answer, block) if soon else write,  # keeps the block
+            there,
+            host_memory(item),
+        )
+        if soon:
+            pending.embedding()
+        await self.unwritten.add(pending)
         data = SharedBytes(pending, self._size_bytes(item.plan, dtype))
         return self.writer.embedding(item, data, dtype, item.plan.tokens)
 

@@ -227,6 +227,11 @@ class Media:
         return len(self.data) + sum(map(len, self.frames))
 
     @property
+    def emptied(self) -> Media:
+        """The same without its bytes."""
+        return replace(self, data=b"", frames=())
+
+    @property
     def identity(self) -> tuple[str, ...]:
         """What determines the rows, besides the model. Items of equal identity are encoded once."""
         thinned = (f"evs {self.evs_rate!r}",) if self.evs_rate else ()

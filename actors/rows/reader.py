@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -97,10 +98,11 @@ class RowsReader:
         """Receives the bytes of held rows. `target` must be of their size."""
         self._call(READ, name, target)
 
-    def take(self, name: str, target: memoryview) -> None:
-        """Receives the rows of a whole name, both halves of it, and releases it. A target of
-        another size ends the connection."""
-        self._call(TAKE, name, target)
+    def take(self, wanted: Sequence[tuple[str, memoryview]]) -> list[RowsRefused | None]:
+        """Receives the rows of whole names, both halves of them, into targets, and releases them.
+        Returns why each was refused. A target of another size ends the connection."""
+        answers = self._calls(TAKE, wanted)
+        return [one if isinstance(one, RowsRefused) else None for one in answers]
 
     def free(self, name: str) -> None:
         self._call(FREE, name)
@@ -116,24 +118,40 @@ class RowsReader:
         self._channel.close()
 
     def _call(self, verb: bytes, name: str, target: memoryview | None = None) -> dict[str, Any]:
-        halves = name.split(".")
-        valid = name.isascii() and all(len(half) == NAME_BYTES for half in halves)
-        if not valid or len(halves) != (2 if verb == TAKE else 1):
-            raise RowsRefused("this is not an id of an embedding")
+        (answer,) = self._calls(verb, [(name, target)])
+        if isinstance(answer, RowsRefused):
+            raise answer
+        return answer
+
+    def _calls(
+        self, verb: bytes, calls: Sequence[tuple[str, memoryview | None]]
+    ) -> list[dict[str, Any] | RowsRefused]:
+        """Sends requests together, and then receives their answers."""
+        for name, _ in calls:
+            halves = name.split(".")
+            valid = name.isascii() and all(len(half) == NAME_BYTES for half in halves)
+            if not valid or len(halves) != (2 if verb == TAKE else 1):
+                raise RowsRefused("this is not an id of an embedding")
+        begin = bytes([VERSION]) + verb
+        requests = b"".join(begin + name.replace(".", "").encode() for name, _ in calls)
         with self._lock:
             if self._closed:
                 raise ConnectionError("the connection to the replica was lost")
             try:
-                send(self._channel, memoryview(bytes([VERSION]) + verb + "".join(halves).encode()))
-                fields = receive_answer(self._channel)
-                if "error" not in fields and target is not None:
-                    if fields.get("size_bytes") != len(target):
-                        raise ValueError(f"{fields} in place of {len(target)} bytes")
-                    receive_into(self._channel, target)
+                # In one system call, because the replica may not read before its answer is read.
+                send(self._channel, memoryview(requests))
+                return [self._answer(target) for _, target in calls]
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
+
+    def _answer(self, target: memoryview | None) -> dict[str, Any] | RowsRefused:
+        fields = receive_answer(self._channel)
         if "error" in fields:
-            raise RowsRefused(str(fields["error"]))
+            return RowsRefused(str(fields["error"]))
+        if target is not None:
+            if fields.get("size_bytes") != len(target):
+                raise ValueError(f"{fields} in place of {len(target)} bytes")
+            receive_into(self._channel, target)
         return fields
 
     def _lost(self, error: Exception) -> ConnectionError:

@@ -8,10 +8,12 @@ import hmac
 import threading
 from base64 import urlsafe_b64encode
 from collections import Counter, OrderedDict
-from collections.abc import Awaitable
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from itertools import count
 from secrets import token_bytes, token_urlsafe
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -20,6 +22,8 @@ from actors.options import ReferenceOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, Media, SharedBytes
 
+Write = Callable[[], Coroutine[Any, Any, Embedding]]
+"""Writes rows to shared memory."""
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
 ID_BYTES = 24  # of each half of a name
@@ -85,7 +89,7 @@ class Kept:
 
     @classmethod
     def of(cls, media: Media, embedding: Embedding) -> Kept:
-        return cls(replace(media, data=b"", frames=()), embedding)
+        return cls(media.emptied, embedding)
 
     @property
     def size_bytes(self) -> int:
@@ -310,17 +314,64 @@ class References:
         self._metrics.references_held.set(len(self._holds))
 
 
-@dataclass(slots=True, eq=False)
 class PendingWrite:
-    """Takes the place of Ray's reference in a SharedBytes while the rows are still being written.
+    """Takes the place of Ray's reference in a SharedBytes until the rows are in shared memory.
 
-    A kept item may be answered before its rows are in shared memory, because Ray takes a
-    millisecond per object and the embedding is only fetched later.
+    Most kept rows are read from this process, or released, before anybody asks for them in shared
+    memory. Ray takes a millisecond per object, holds the GIL meanwhile, and copies the rows.
     """
 
-    embedding: asyncio.Future[Embedding]
-    rows: Bytes | None
-    """The bytes until they are written, if they are on the host."""
+    def __init__(
+        self,
+        write: Write,
+        rows: Bytes | None,
+        memory: Mapping[int, int],
+    ) -> None:
+        """`rows`: the bytes until they are written, if they are on the host in the dtype of the
+        answer. `memory`: the host memory that is freed then: address and size of each part."""
+        self.rows = rows
+        self.memory = memory
+        self._write: Write | None = write
+        self._writing: asyncio.Task[Embedding] | None = None
+
+    def embedding(self) -> asyncio.Task[Embedding]:
+        """Writes the rows, unless that has begun. The task's result refers to shared memory."""
+        if self._write:
+            self._writing = asyncio.create_task(self._write())
+            self._writing.add_done_callback(self._done)
+            self._write = None
+        assert self._writing
+        return self._writing
+
+    def _done(self, writing: asyncio.Task[Embedding]) -> None:
+        self.rows, self.memory = None, {}
+        if not writing.cancelled():
+            writing.exception()  # raised to those who ask for the rows
+
+
+class Unwritten:
+    """The pending writes of one replica that somebody still refers to, oldest first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._writes: WeakValueDictionary[int, PendingWrite] = WeakValueDictionary()
+        self._ids = count()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the rows. Rows of one pack share memory, which is freed with the last ones."""
+        memory: dict[int, int] = {}
+        for write in list(self._writes.values()):
+            memory |= write.memory
+        return sum(memory.values())
+
+    async def add(self, write: PendingWrite) -> None:
+        """Adds a write. If too many bytes wait, returns once enough of the oldest are written."""
+        self._writes[next(self._ids)] = write
+        while self.bytes > self.max_bytes:
+            waiting = [one for one in list(self._writes.values()) if one.memory]
+            oldest = waiting[: len(waiting) // 2 + 1]
+            await asyncio.wait([one.embedding() for one in oldest])
 
 
 async def written(embedding: Embedding) -> Embedding:
@@ -328,5 +379,5 @@ async def written(embedding: Embedding) -> Embedding:
     data = embedding.data
     if not isinstance(data, SharedBytes) or not isinstance(data.object_ref, PendingWrite):
         return embedding
-    pending: Awaitable[Embedding] = data.object_ref.embedding
-    return await asyncio.shield(pending)  # cancelling a fetch does not cancel the write
+    # Cancelling a fetch does not cancel the write.
+    return await asyncio.shield(data.object_ref.embedding())

@@ -12,7 +12,7 @@ from time import monotonic
 from typing import Any
 
 from actors.rows.protocol import RowsPlace
-from actors.rows.reader import RowsReader, RowsRefused
+from actors.rows.reader import RowsReader
 from encoder_service.client.items import ServiceError, reading
 from encoder_service.client.receiving import MOST_ROWS_BYTES, uninitialised
 from encoder_service.client.transports import Transport
@@ -192,12 +192,20 @@ async def all_of(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 def take_all(reader: RowsReader, items: Sequence[Document]) -> None:
-    for item in items:
-        size_bytes = math.prod(item["shape"]) * WIDTHS[item["dtype"]]
-        if not 0 <= size_bytes <= MOST_ROWS_BYTES:
-            raise ValueError(f"rows of {size_bytes} bytes")
-        data = uninitialised(None, size_bytes)
-        with suppress(RowsRefused):  # the front door may still have it
-            reader.take(item["reference"].partition(".")[2], memoryview(data))
+    """Gets the rows of items from one replica. Items that it refuses keep their ids, because the
+    front door may still have them."""
+    rows = [uninitialised(None, rows_bytes(item)) for item in items]
+    names = [item["reference"].partition(".")[2] for item in items]
+    targets = [memoryview(one) for one in rows]
+    refused = reader.take(list(zip(names, targets, strict=True)))
+    for item, data, refusal in zip(items, rows, refused, strict=True):
+        if refusal is None:
             del item["reference"]
             item["data"] = data
+
+
+def rows_bytes(item: Document) -> int:
+    size_bytes: int = math.prod(item["shape"]) * WIDTHS[item["dtype"]]
+    if not 0 <= size_bytes <= MOST_ROWS_BYTES:
+        raise ValueError(f"rows of {size_bytes} bytes")
+    return size_bytes

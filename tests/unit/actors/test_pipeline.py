@@ -26,7 +26,7 @@ from actors.store import writer as writing
 from actors.store.kept import PendingWrite
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
-from actors.types import Answer, Dtype, Embedding, Item, Media, Reply, SharedBytes, Size
+from actors.types import Answer, Bytes, Dtype, Embedding, Item, Media, Reply, SharedBytes, Size
 from tests.images import jpeg
 
 
@@ -305,11 +305,14 @@ class Kept:
             assert (answer.reference.partition(".")[0], len(answer.data)) == ("one", 0)  # type: ignore[arg-type]
         return [answer.reference.partition(".")[2] for answer in answers]  # type: ignore[union-attr]
 
-    def pending(self, name: str) -> bool:
+    def rows(self, name: str) -> Bytes | None:
+        """What is not written yet. None: it is written."""
         kept = self.rig.pipeline.references.get(name, 0)
         assert kept
         data = kept.embedding.data
-        return isinstance(data, SharedBytes) and isinstance(data.object_ref, PendingWrite)
+        assert isinstance(data, SharedBytes)
+        assert isinstance(data.object_ref, PendingWrite)
+        return data.object_ref.rows
 
 
 @pytest.fixture
@@ -322,7 +325,7 @@ def kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
 def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> None:
     async def run() -> None:
         (name,) = await kept.keep(128)
-        assert kept.pending(name)
+        assert kept.rows(name) is not None
         given_up = asyncio.create_task(kept.rig.pipeline.fetch(name))
         await asyncio.sleep(0)
         given_up.cancel()
@@ -336,25 +339,52 @@ def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> No
     asyncio.run(run())
 
 
-def test_one_item_at_a_time_is_written_after_its_answer(kept: Kept) -> None:
+def test_unwritten_rows_are_bounded(kept: Kept) -> None:
+    """The oldest are written to make room, and what is released or fetched needs none."""
+
     async def run() -> None:
-        (first,) = await kept.keep(128)
-        threading.Timer(0.2, kept.gate.set).start()
-        (second,) = await kept.keep(160)
-        assert [kept.pending(first), kept.pending(second)] == [True, False], "the second waited"
-        (third,) = await kept.keep(192)
-        assert kept.pending(third)
-        await kept.rig.pipeline.fetch(third)
+        unwritten = kept.rig.pipeline.unwritten
+        first, second = [(await kept.keep(width))[0] for width in (128, 160)]
+        unwritten.max_bytes = unwritten.bytes
+        third = asyncio.create_task(kept.keep(192))
+        while unwritten.bytes <= unwritten.max_bytes:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.05)
+        assert not third.done(), "it waits for the others"
+        kept.gate.set()
+        (name,) = await third
+        assert unwritten.bytes <= unwritten.max_bytes
+        references = kept.rig.pipeline.references
+        assert kept.rows(first) is None, "the oldest is written"
+        assert kept.rows(name) is not None, "the newest is not"
+        await kept.rig.pipeline.fetch(second)
+        before = unwritten.bytes
+        assert references.release(name)
+        assert unwritten.bytes < before
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("widths", [(128, 160), (64,)], ids=["several items", "a small one"])
-def test_others_are_written_before_their_answer(kept: Kept, widths: tuple[int, ...]) -> None:
+def test_several_items_are_answered_before_they_are_written(kept: Kept) -> None:
+    async def run() -> None:
+        names = await kept.keep(128, 160)
+        assert all(kept.rows(name) is not None for name in names)
+        kept.gate.set()
+        for name in names:
+            assert await kept.rig.pipeline.fetch(name)
+
+    asyncio.run(run())
+
+
+def test_a_small_item_travels_by_value(kept: Kept) -> None:
     kept.gate.set()
 
     async def run() -> None:
-        assert not any(kept.pending(name) for name in await kept.keep(*widths))
+        (name,) = await kept.keep(64)
+        found = await kept.rig.pipeline.fetch(name)
+        assert found
+        assert isinstance(found.embedding.data, np.ndarray)
+        assert not kept.rig.pipeline.unwritten.bytes
 
     asyncio.run(run())
 

@@ -202,7 +202,7 @@ def test_its_rows_may_be_written_after_the_answer(
     async def run() -> None:
         answer = (await pipeline.encode([media(page())], "float32", 60, keep=True))[0]
         assert isinstance(answer, Embedding)
-        assert pipeline._writing_behind
+        assert pipeline.unwritten.bytes
         kept = await pipeline.fetch(answer.reference.partition(".")[2])
         assert kept is not None
         assert answer.shape == kept.embedding.shape == tensor(kept.embedding).shape

@@ -426,21 +426,22 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     reader = reader_of(place)
     target = torch.zeros_like(ROWS)
     memory = target.view(torch.uint8).flatten().numpy().data
-    for refused in ("a" * 32, "a" * 32 + "." + "d" * 32, mine + ".e", "a.b"):
-        with pytest.raises(RowsRefused):
-            reader.take(refused, memory)
+    for unsuitable in ("a" * 32, mine + ".e", "a.b"):
+        with pytest.raises(RowsRefused, match="not an id"):
+            reader.take([(unsuitable, memory)])
     store.lost.add(others)
-    with pytest.raises(RowsRefused, match="not written"):
-        reader.take(others, memory)
-    assert store.held == 0
-    reader.take(mine, memory)
+    unknown = "a" * 32 + "." + "d" * 32
+    answers = reader.take([(name, memory) for name in (unknown, mine, others, mine)])
+    reasons = [server.UNKNOWN, "None", "not written", server.UNKNOWN]
+    assert all(why in str(one) for why, one in zip(reasons, answers, strict=True))
     assert torch.equal(target.view(torch.int16), ROWS.view(torch.int16))
+    until(lambda: store.held == 0)
     reader.ping()  # the server has gone on
     assert store.tensors.keys() == {others}
     assert store.held == 0
     store.lost.clear()
     with pytest.raises(ConnectionError):  # it sends as many bytes as there are
-        reader.take(others, memory[1:])
+        reader.take([(others, memory[1:])])
     until(lambda: store.held == 0)
 
 
