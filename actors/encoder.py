@@ -120,8 +120,9 @@ class Encoder:
         self.waiting = Work(0)
         """This replica's share of the work that is queued in routers."""
         self.kept_rows = KeptRows(self.pipeline)
-        self.rpc = ReplicaServer(self, RowsServer(self.kept_rows), options.references.port)
         engine = self.pipeline.engine
+        port, lender = options.references.port, engine.device.lender
+        self.rpc = ReplicaServer(self, RowsServer(self.kept_rows), port, lender)
         model, backend = engine.tower.spec.id, engine.device.backend
         log.info("encoder %s is ready: %s on %s", self.replica, model, backend)
 
@@ -134,6 +135,7 @@ class Encoder:
         keep: bool = False,
         waiting_per_sent: float = 0,
         early: Callable[[Reply], None] | None = None,
+        lend: bool = False,
     ) -> Reply:
         """See Pipeline.encode.
 
@@ -159,7 +161,7 @@ class Encoder:
                 "shard", "server", replica=self.replica, items=len(media), patches=work.patches
             ):
                 answers = await self.pipeline.encode(
-                    media, dtype, timeout_seconds, keep=keep, early=early and answered
+                    media, dtype, timeout_seconds, keep=keep, early=early and answered, lend=lend
                 )
         finally:
             self.outstanding = self.outstanding.without(work)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.traffic import SizesFile
 from actors.engine.video_chunks import host_memory, rows_of
@@ -36,6 +37,7 @@ from actors.errors import (
 from actors.media.decoder import Decoder
 from actors.models.precision import rows_digest
 from actors.options import ActorOptions
+from actors.rows.lending import Lender
 from actors.rows.memory import RowMemory
 from actors.rows.protocol import HeldRows
 from actors.spec.video import retained_tokens
@@ -74,6 +76,8 @@ log = logging.getLogger("ray.serve")
 
 MOST_UNWRITTEN_BYTES = 256 * 2**20
 """Of kept rows that are in this process's memory only. On a GPU, that memory is pinned."""
+LENT_BYTES = 512 * 2**20
+"""Host memory of a replica for rows that are read back. On a GPU, it is pinned at start."""
 REPLY_SECONDS = 0.002  # delay of writes after an answer, because they hold the GIL
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
@@ -122,17 +126,19 @@ class Pipeline:
         *,
         keep: bool = False,
         early: Callable[[Reply], None] | None = None,
+        lend: bool = False,
     ) -> dict[int, Answer]:
         """Returns an embedding or an error per item, by its index in `media`.
 
         Cancelling the call drops the items that have not begun. `keep`: embeddings are kept for a
         while, and answers have a `reference` instead of data. `early`: called with answers as they
-        are ready, except for the last ones, which are returned. Raises Unavailable once closed,
-        because a router may call a replica that has drained.
+        are ready, except for the last ones, which are returned. `lend`: as far as there is room,
+        rows are in the memory that the device's `lender` lends, instead of Ray's shared memory.
+        Raises Unavailable once closed, because a router may call a replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
-        batch = RowBatch(self.writer, dtype)
+        batch = RowBatch(self.writer, dtype, lend=lend)
         tasks = [asyncio.create_task(self._encode(one, dtype, batch, keep=keep)) for one in media]
         left = dict(enumerate(tasks))
         end = monotonic() + timeout_seconds
@@ -434,12 +440,25 @@ def open_pipeline(
     if options.cache.shared:
         weights = rows_digest(options.graphs, options.model)
         shared = SharedCache(open_store(options.cache.shared), weights, series)
-    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared)
+    lender = open_lender(engine.device, series)
+    writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared, lender)
     decoder.wait_until_started()
     sizes = None
     if options.graphs.sizes_file:
         sizes = SizesFile(options.graphs.sizes_file, spec.id, engine.item_tokens)
     return Pipeline(decoder, engine, writer, references, series, spans, sizes, rows)
+
+
+def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
+    """Allocates the memory that rows are read back into. None: the system does not allow it."""
+    try:
+        lender = Lender(LENT_BYTES)
+        device.lend(lender)
+    except (OSError, RuntimeError) as error:
+        log.warning("rows go through Ray's shared memory, which is slower: %s", error)
+        return None
+    series.row_memory_bytes.set_function(lambda: lender.taken_bytes)
+    return lender
 
 
 def open_row_memory(options: ActorOptions, device: torch.device) -> RowMemory | None:

@@ -61,7 +61,12 @@ class Ingress:
         self.replica = context.replica_id.unique_id
         self.owner = f"{ray.get_runtime_context().gcs_address} {context.app_name}"
         self.router = Router(
-            encoders, options.router, spec.fingerprint, options.tracing, options.cache.max_bytes
+            encoders,
+            options.router,
+            spec.fingerprint,
+            options.tracing,
+            options.cache.max_bytes,
+            borrows=True,
         )
         # `options` connects a handle now. Later, with the head node down, that would block.
         asked = [handle.options() for handle in encoders]

@@ -55,16 +55,20 @@ class Router:
         fingerprint: str | None = None,
         tracing: TracingOptions = TracingOptions(),  # noqa: B008, frozen
         cache_max_bytes: int = 0,
+        *,
+        borrows: bool = False,
     ) -> None:
         """`encoders`: handles of deployments with PinnedRequestRouter. `fingerprint`: the model's;
         replicas of another model are not used. `cache_max_bytes`: size of each replica's cache.
+        `borrows`: rows are read in place where possible, so callers in other processes cannot get
+        them.
         """
         name_requests()
         self._options = options
         self._running = False
         self._metrics = RouterMetrics()
         spans = open_spans(tracing, "router")
-        self._fleet = ServeFleet(encoders, fingerprint, spans, self._metrics)
+        self._fleet = ServeFleet(encoders, fingerprint, spans, self._metrics, borrows=borrows)
         plan = POLICIES[options.policy](Random())
         self._dispatcher = Dispatcher(self._fleet, options, plan, self._metrics, cache_max_bytes)
 

@@ -23,6 +23,7 @@ from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.gemm import tuning
 from actors.models.layers.block import between_layers
+from actors.rows.lending import Lender
 
 Copied = TypeVar("Copied")
 
@@ -228,6 +229,13 @@ class CudaDevice(Device):
         self.compute.synchronize()
         return [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
 
+    def lend(self, lender: Lender) -> None:
+        memory = lender.shared.memory
+        with torch.cuda.device(self.device):
+            found = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
+            torch.cuda.check_error(int(found))
+        super().lend(lender)
+
     def read_back(self, rows: Tensor) -> Rows:
         """Copies through a device buffer, so that the next replay does not wait for the copy to the
         host."""
@@ -235,7 +243,7 @@ class CudaDevice(Device):
             self.reading.synchronize()
             self._read_buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
         buffer = self._read_buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
-        host = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
+        host = self.host_rows(rows)
         self.compute.wait_stream(self.reading)
         with torch.cuda.stream(self.compute):
             buffer.copy_(rows, non_blocking=True)

@@ -17,6 +17,7 @@ from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
+from actors.rows.lending import Lender
 
 MEDIA = ("patches", "later")
 """Inputs that hold the clients' media, item after item. All others are metadata."""
@@ -104,6 +105,9 @@ class Device:
     pace: Pace | None = None
     """Decides when slices of a replay are launched. None: replays are not sliced and never wait."""
 
+    lender: Lender | None = None
+    """Host memory for rows that are read back, set by `lend`. None: each has memory of its own."""
+
     def __init__(self, slice_seconds: float = 0) -> None:
         """`slice_seconds`: about how long a slice of a replay takes. 0: replays are not sliced."""
         if slice_seconds:
@@ -111,6 +115,18 @@ class Device:
 
     def limit(self, size_bytes: int) -> None:
         """Limits `memory_bytes` from now on. Does nothing on the CPU. Raises StartError."""
+
+    def lend(self, lender: Lender) -> None:
+        """Rows are read back into this memory from now on. Raises RuntimeError if the device cannot
+        write to it."""
+        self.lender = lender
+
+    def host_rows(self, rows: Tensor) -> Tensor:
+        """Host memory for a copy of rows, to which the device can write asynchronously."""
+        block = self.lender.block(rows.nbytes) if self.lender else None
+        if block is None:
+            return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+        return torch.from_numpy(block).view(rows.dtype).view(rows.shape)
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""
@@ -158,7 +174,7 @@ class Device:
 
     def read_back(self, rows: Tensor) -> Rows:
         """Starts copying an output to the host. The output may be overwritten after the call."""
-        copy = rows.clone()
+        copy = self.host_rows(rows).copy_(rows)
         return lambda: copy
 
     def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:

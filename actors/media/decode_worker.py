@@ -34,7 +34,7 @@ from actors.families.registry import read
 from actors.media.image import prepare
 from actors.media.patchify import Patchifier, Shape, patchifier_of
 from actors.options import ModelOptions
-from actors.rows.memory import sealed_file
+from actors.rows.shared import sealed_file
 from actors.spec.checkpoint import Json, Notes
 from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item, ItemPlan, Media, ProcessorKwargs, Size

@@ -6,12 +6,8 @@ A process that opens it sees all of it, so handles are given only to processes o
 from __future__ import annotations
 
 import ctypes
-import fcntl
-import mmap
-import os
 import weakref
 from contextlib import nullcontext
-from secrets import token_hex
 from threading import Lock
 from typing import Protocol, Self
 
@@ -21,10 +17,7 @@ from torch import Tensor
 from actors.allocator import Allocator
 from actors.kernels import checked
 from actors.rows.protocol import MemoryHandle
-
-HEADER_BYTES, KEY_BYTES = 4096, 64
-"""Shared memory begins with a header of one page, which begins with the key in hexadecimal. The
-rest of the header is free for the processes that share it."""
+from actors.rows.shared import make_shared, open_shared
 
 
 class RowMemory:
@@ -53,15 +46,8 @@ class RowMemory:
     @classmethod
     def shared(cls, size_bytes: int) -> Self:
         """Shared host memory, allocated page by page as it is used. Raises OSError."""
-        file = sealed_file("rows", HEADER_BYTES + size_bytes)
-        key = token_hex(KEY_BYTES // 2)
-        whole = mapped(file, HEADER_BYTES + size_bytes)
-        whole[:KEY_BYTES] = torch.frombuffer(bytearray(key.encode()), dtype=torch.uint8)
-        where = f"/proc/{os.getpid()}/fd/{file}"
-        handle = MemoryHandle("shared", where, HEADER_BYTES, size_bytes, key)
-        made = cls(whole[HEADER_BYTES:], handle, whole[KEY_BYTES:HEADER_BYTES])
-        weakref.finalize(made, os.close, file)
-        return made
+        shared, handle = make_shared("rows", size_bytes)
+        return cls(torch.from_numpy(shared.memory), handle, torch.from_numpy(shared.header))
 
     @property
     def taken_bytes(self) -> int:
@@ -106,15 +92,8 @@ class OpenedMemory(Protocol):
 class OpenedShared(OpenedMemory):
     def __init__(self, handle: MemoryHandle) -> None:
         """Raises OSError, ValueError."""
-        file = os.open(handle.where, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.whole = mapped(file, handle.offset + handle.size_bytes)
-        finally:
-            os.close(file)
-        if self.whole[:KEY_BYTES].numpy().tobytes() != handle.check.encode():
-            raise OSError(f"{handle.where} is not the offered memory")
-        self.header = self.whole[KEY_BYTES:HEADER_BYTES]
-        self.memory = self.whole[handle.offset :]
+        shared = open_shared(handle, writable=True)
+        self.header, self.memory = map(torch.from_numpy, (shared.header, shared.memory))
 
     def pin(self, device: torch.device) -> None:
         """Makes copies to the device asynchronous. Takes a second for gigabytes. Raises
@@ -122,7 +101,7 @@ class OpenedShared(OpenedMemory):
         from cuda.bindings import runtime
 
         checked(runtime.cudaSetDevice(device.index))
-        checked(runtime.cudaHostRegister(self.whole.data_ptr(), self.whole.nbytes, 0))
+        checked(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 0))
 
     def copy(self, offset: int, out: Tensor) -> None:
         rows = self.memory[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
@@ -192,18 +171,3 @@ def cuda_handle(memory: Tensor) -> MemoryHandle | None:
     uuid = str(torch.cuda.get_device_properties(memory.device).uuid)
     offset = memory.data_ptr() - int(base)
     return MemoryHandle("cuda", where, offset, memory.nbytes, uuid)
-
-
-def sealed_file(name: str, size_bytes: int) -> int:
-    """A memfd, which has no name in the file system and disappears with its last process. Its size
-    is sealed, because a process that truncated it would crash the others with SIGBUS."""
-    file = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.truncate(file, size_bytes)
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
-    return file
-
-
-def mapped(file: int, size_bytes: int) -> Tensor:
-    """Maps a file as uint8 [size_bytes]. Raises OSError, ValueError."""
-    return torch.frombuffer(mmap.mmap(file, size_bytes), dtype=torch.uint8)

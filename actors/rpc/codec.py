@@ -20,12 +20,14 @@ from actors.errors import EncodeFailed, Overloaded, ServiceError
 from actors.rpc import replica_pb2 as pb
 from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
-from actors.types import Answer, Dtype, Embedding, Media, Reply, SharedBytes
+from actors.types import Answer, Bytes, Dtype, Embedding, Media, Reply, SharedBytes
 
-VERSION = 6  # of the protocol. Routers use no replica that has another one
+VERSION = 7  # of the protocol. Routers use no replica that has another one
 
 EMBEDDING_FIELDS = [field.name for field in fields(Embedding) if field.name != "data"]
 
+Data = Bytes | SharedBytes
+"""The rows of an embedding."""
 Fields = dict[str, Any]
 """The fields of a message. Nested messages are dictionaries too, because a message object would be
 copied."""
@@ -50,8 +52,25 @@ class EncodeCall:
     keep: bool
     waiting_per_sent: float = 0
     early: bool = False
+    borrower: int = 0
+    """Process that reads rows in place. 0: they are put into Ray's shared memory."""
     tell: bool = False
     """Not an argument of it. RouterStream sends this router Load messages from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a message's embeddings that are not in the message."""
+
+    shared: Sequence[SharedBytes] = ()  # those of its ticket
+    lent: Sequence[Bytes] = ()  # those of its loans
+
+    def of(self, embedding: pb.Embedding) -> Data:
+        if embedding.HasField("shared"):
+            return self.shared[int(embedding.shared)]
+        if embedding.HasField("lent"):
+            return self.lent[int(embedding.lent)]
+        return np.frombuffer(embedding.data, np.uint8)
 
 
 def message_fields(value: Any) -> Any:
@@ -100,10 +119,11 @@ def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
     return lambda message: getattr(message, name)
 
 
-def reply_fields(reply: Reply, shared: list[SharedBytes]) -> Fields:
-    """The message's fields without its ticket. Rows in shared memory are appended to `shared`."""
+def reply_fields(reply: Reply, put: Callable[[Any], Fields]) -> Fields:
+    """The message's fields, without those for the rows of all answers. `put`: see
+    embedding_fields."""
     answers = [
-        {"embedding": embedding_fields(one, shared)}
+        {"embedding": embedding_fields(one, put)}
         if isinstance(one, Embedding)
         else {"error": error_fields(one)}
         for one in reply.answers
@@ -116,45 +136,36 @@ def reply_fields(reply: Reply, shared: list[SharedBytes]) -> Fields:
     }
 
 
-def reply_of(message: pb.EncodeReply, shared: Sequence[SharedBytes]) -> Reply:
-    """The inverse of reply_fields. `shared`: the rows that its ticket stands for."""
+def reply_of(message: pb.EncodeReply, rows: Rows) -> Reply:
+    """The inverse of reply_fields."""
     answers: list[Answer] = [
-        error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, shared)
+        error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, rows)
         for one in message.answers
     ]
     patches, pairs = message.outstanding_patches, message.outstanding_pairs
     return Reply(answers, patches, pairs, tuple(message.places))
 
 
-def kept_fields(kept: Kept, shared: list[SharedBytes]) -> Fields:
-    """Rows in shared memory are appended to `shared`."""
+def kept_fields(kept: Kept, put: Callable[[Any], Fields]) -> Fields:
     return {
         "media": message_fields(kept.media),
-        "embedding": embedding_fields(kept.embedding, shared),
+        "embedding": embedding_fields(kept.embedding, put),
     }
 
 
-def kept_of(message: pb.Kept, shared: Sequence[SharedBytes]) -> Kept:
-    return Kept(from_message(message.media, Media), embedding_of(message.embedding, shared))
+def kept_of(message: pb.Kept, rows: Rows) -> Kept:
+    return Kept(from_message(message.media, Media), embedding_of(message.embedding, rows))
 
 
-def embedding_fields(embedding: Embedding, shared: list[SharedBytes]) -> Fields:
-    """Rows in shared memory are appended to `shared`."""
-    data = embedding.data
+def embedding_fields(embedding: Embedding, put: Callable[[Any], Fields]) -> Fields:
+    """`put`: returns the field that says where rows are."""
     others = {name: message_fields(getattr(embedding, name)) for name in EMBEDDING_FIELDS}
-    if isinstance(data, SharedBytes):
-        shared.append(data)
-        return others | {"shared": len(shared) - 1}
-    if not isinstance(data, np.ndarray):
-        raise TypeError(f"rows that are {type(data).__name__} in a message. This is a bug.")
-    return others | {"data": data.tobytes()}
+    return others | put(embedding.data)
 
 
-def embedding_of(message: pb.Embedding, shared: Sequence[SharedBytes]) -> Embedding:
+def embedding_of(message: pb.Embedding, rows: Rows) -> Embedding:
     found = {name: read(message) for name, read in _readers(Embedding) if name != "data"}
-    if message.HasField("shared"):
-        return Embedding(shared[message.shared], **found)
-    return Embedding(np.frombuffer(message.data, np.uint8), **found)
+    return Embedding(rows.of(message), **found)
 
 
 def error_fields(error: Exception) -> Fields:

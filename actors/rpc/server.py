@@ -22,13 +22,16 @@ from shutil import rmtree
 from typing import Any
 
 import grpc
+import numpy as np
 
 from actors.errors import ServiceError, TooLarge, Unavailable
-from actors.rows.protocol import RowsPlace
+from actors.rows.lending import Lender
+from actors.rows.protocol import MemoryHandle, RowsPlace
 from actors.rows.server import RowsServer
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     VERSION,
+    Data,
     EncodeCall,
     Fields,
     error_fields,
@@ -36,6 +39,7 @@ from actors.rpc.codec import (
     kept_fields,
     reply_fields,
 )
+from actors.store.shared_memory import INLINE_BYTES, share
 from actors.types import Reply, SharedBytes
 
 log = logging.getLogger("ray.serve")
@@ -80,6 +84,7 @@ class Endpoint:
     version: int = VERSION
     rows_unix: str = ""
     rows_tcp: str = ""
+    memory: MemoryHandle | None = None  # where routers on its node read rows
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -95,7 +100,10 @@ class Endpoint:
     def of(cls, metadata: Mapping[str, Any]) -> Endpoint | None:
         """From a replica's metadata. None: it has another protocol version, or does not listen."""
         said = metadata.get(METADATA_KEY, {})
-        return cls(**said) if said.get("version") == VERSION else None
+        if said.get("version") != VERSION:
+            return None
+        memory = said["memory"] and MemoryHandle(**said["memory"])
+        return cls(**said | {"memory": memory})
 
 
 class ReplicaServer:
@@ -104,10 +112,17 @@ class ReplicaServer:
     Serve does not see these calls, so the encoder calls `stop` before its process ends.
     """
 
-    def __init__(self, encoder: Any, rows: RowsServer | None = None, rows_port: int = 0) -> None:
+    def __init__(
+        self,
+        encoder: Any,
+        rows: RowsServer | None = None,
+        rows_port: int = 0,
+        lender: Lender | None = None,
+    ) -> None:
         """`encoder`: an actors.encoder.Encoder, which imports this file. `rows`: starts and stops
-        with this one."""
+        with this one. `lender`: of the memory with the encoder's rows."""
         self._encoder = encoder
+        self._lender = lender
         self._rows = rows
         self._rows_port = rows_port
         self._endpoint: Endpoint | None = None
@@ -141,7 +156,8 @@ class ReplicaServer:
         server.add_insecure_port(f"unix:{path}")
         await server.start()
         self._server = server
-        self._endpoint = Endpoint(node, path, f"{address}:{port}", actor, token)
+        memory = self._lender.handle if self._lender else None
+        self._endpoint = Endpoint(node, path, f"{address}:{port}", actor, token, memory=memory)
         if self._rows:
             place = self._rows.start(directory / ROWS_NAME, host, self._rows_port)
             self._endpoint = replace(self._endpoint, rows_unix=place.unix, rows_tcp=place.tcp)
@@ -228,8 +244,9 @@ class ReplicaServer:
         call = from_message(request, EncodeCall)
 
         def fields(reply: Reply) -> Fields:
-            shared: list[SharedBytes] = []
-            return reply_fields(reply, shared) | {"ticket": self._ticket(shared)}
+            rows = RowsPut(self._lender, call.borrower)
+            answered = reply_fields(reply, rows.put)
+            return answered | {"ticket": self._ticket(rows.shared), "loans": rows.loans}
 
         reply = await self._encoder.encode(
             call.media,
@@ -239,6 +256,7 @@ class ReplicaServer:
             call.keep,
             call.waiting_per_sent,
             (lambda part: early({"encode": fields(part) | {"more": True}})) if call.early else None,
+            call.borrower > 0,
         )
         return fields(reply)
 
@@ -249,11 +267,35 @@ class ReplicaServer:
     async def _fetch(self, request: pb.FetchRequest) -> Fields:
         if (kept := await self._encoder.fetch(request.name)) is None:
             return {}
-        shared: list[SharedBytes] = []
-        return {"kept": kept_fields(kept, shared), "ticket": self._ticket(shared)}
+        rows = RowsPut()
+        return {"kept": kept_fields(kept, rows.put), "ticket": self._ticket(rows.shared)}
 
     async def _release(self, request: pb.ReleaseRequest) -> Fields:
         return {"released": await self._encoder.release(request.name)}
+
+
+class RowsPut:
+    """Puts the rows of a reply where its router can read them."""
+
+    def __init__(self, lender: Lender | None = None, borrower: int = 0) -> None:
+        self.shared: list[SharedBytes] = []
+        self.loans: list[Fields] = []
+        self._lender = lender if borrower else None
+        self._borrower = borrower
+
+    def put(self, data: Data) -> Fields:
+        """The field that says where they are."""
+        if self._lender and isinstance(data, np.ndarray) and data.nbytes > INLINE_BYTES:
+            if loan := self._lender.lend(data, self._borrower):
+                self.loans.append(asdict(loan))
+                return {"lent": len(self.loans) - 1}
+            data = share(data)
+        if isinstance(data, SharedBytes):
+            self.shared.append(data)
+            return {"shared": len(self.shared) - 1}
+        if not isinstance(data, np.ndarray):
+            raise TypeError(f"rows that are {type(data).__name__} in a message. This is a bug.")
+        return {"data": data.tobytes()}
 
 
 class RouterStream:

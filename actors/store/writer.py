@@ -18,6 +18,7 @@ from torch import Tensor
 
 from actors.engine.video_chunks import fp8_rows_of, rows_of
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
+from actors.rows.lending import Lender
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import group_tokens, retention_mask
 from actors.store.kept import EmbeddingCache, Key
@@ -58,15 +59,17 @@ class RowWriter:
         largest_kept_bytes: int,
         replica: str = "",
         shared: SharedCache | None = None,
+        lender: Lender | None = None,
     ) -> None:
         """`memory`: where rows may stay on the device. `largest_kept_bytes`: the largest object
-        that references can keep."""
+        that references can keep. `lender`: of the memory that rows are read back into."""
         self.spec = spec
         self.fingerprint = spec.fingerprint  # stored, because it digests the whole configuration
         self.cache = cache
         self.shared = shared
         self.shared_fingerprint = spec.nameless.fingerprint
         self.memory = memory
+        self.lender = lender
         self.replica = replica
         # An object that several items share is kept whole as long as one of them is kept.
         most = MOST_TOGETHER_BYTES
@@ -101,12 +104,26 @@ class RowWriter:
         Caches and an `evs_rate` need rows in the model's own dtype."""
         return dtype == "float8_e4m3" and not self.caches and not media.evs_rate
 
-    def write(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
-        """Writes the rows of encoded items; returns their embeddings in order. Raises what Ray's
-        object store raises."""
+    def in_place(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
+        """The embedding of an item whose rows can be lent as they are. None: others must be made of
+        them, or they are needed elsewhere too."""
+        rows = item.rows
+        whole = isinstance(rows, Fp8Rows) or (isinstance(rows, Tensor) and dtype == self.spec.dtype)
+        if not whole or item.on_device or self.lender is None or self.caches or media.evs_rate:
+            return None
+        data, scales = as_bytes(rows, dtype)
+        if not self.lender.holds(data):
+            return None
+        return self.embedding(item, data, dtype, item.plan.tokens, scales=scales)
+
+    def write(
+        self, dtype: Dtype, done: Sequence[tuple[Media, Item]], *, lend: bool = False
+    ) -> list[Embedding]:
+        """Writes the rows of encoded items; returns their embeddings in order. `lend`: to memory of
+        the lender, if there is room. Raises what Ray's object store raises."""
         on_device = [self._left_on_device(media, item, dtype) for media, item in done]
         rest = [pair for pair, left in zip(done, on_device, strict=True) if left is None]
-        on_host = iter(self._on_host(dtype, rest))
+        on_host = iter(self._on_host(dtype, rest, lend=lend))
         return [left or next(on_host) for left in on_device]
 
     def _left_on_device(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
@@ -148,7 +165,9 @@ class RowWriter:
         self.cache.put(self.key(media), replace(made, data=own))
         return own
 
-    def _on_host(self, dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+    def _on_host(
+        self, dtype: Dtype, done: Sequence[tuple[Media, Item]], *, lend: bool
+    ) -> list[Embedding]:
         rows = [self._pruned(media, item) for media, item in done]
         data: list[Bytes | SharedBytes] = []
         scales = [b""] * len(rows)
@@ -156,12 +175,30 @@ class RowWriter:
             data = [self._cached(*pair, *kept) for pair, kept in zip(done, rows, strict=True)]
         if not self.cache.max_bytes or dtype != self.spec.dtype:
             made = [as_bytes(kept, dtype) for kept, _ in rows]
-            data = share_together([values for values, _ in made], self.together_bytes)
+            values = [values for values, _ in made]
+            lendable = lend and self.lender
+            data = self._lendable(lendable, values) if lendable else self._shared(values)
             scales = [each for _, each in made]
         return [
             self.embedding(item, one, dtype, len(kept), mask, each)
             for (_, item), one, (kept, mask), each in zip(done, data, rows, scales, strict=True)
         ]
+
+    def _shared(self, values: Sequence[Bytes]) -> list[Bytes | SharedBytes]:
+        return share_together(values, self.together_bytes)
+
+    def _lendable(self, lender: Lender, values: Sequence[Bytes]) -> list[Bytes | SharedBytes]:
+        """The values in memory of the lender, or if that is full, in Ray's."""
+        found: list[Bytes | SharedBytes] = []
+        for one in values:
+            if one.nbytes <= INLINE_BYTES or lender.holds(one):
+                found.append(one)
+            elif (block := lender.block(one.nbytes)) is not None:
+                block[:] = one
+                found.append(block)
+            else:
+                found += self._shared([one])
+        return found
 
     def embedding(
         self,
@@ -203,14 +240,18 @@ class RowBatch:
     """The rows of one call. Those that leave the engine together are written together, because an
     object in Ray's shared memory is expensive (share_together)."""
 
-    def __init__(self, writer: RowWriter, dtype: Dtype) -> None:
+    def __init__(self, writer: RowWriter, dtype: Dtype, *, lend: bool = False) -> None:
+        """`lend`: see RowWriter.write."""
         self._writer = writer
         self._dtype = dtype
+        self._lend = lend
         self._lock = Lock()
         self._waiting: list[tuple[Media, Item]] = []
         self._next_write: asyncio.Future[dict[int, Embedding]] | None = None
 
     async def write(self, media: Media, item: Item) -> Embedding:
+        if self._lend and (found := self._writer.in_place(media, item, self._dtype)):
+            return found
         with self._lock:
             self._waiting.append((media, item))
             if self._next_write is None:
@@ -228,7 +269,7 @@ class RowBatch:
         with self._lock:
             done, self._waiting = self._waiting, []
             self._next_write = None
-        embeddings = self._writer.write(self._dtype, done)
+        embeddings = self._writer.write(self._dtype, done, lend=self._lend)
         return {id(item): made for (_, item), made in zip(done, embeddings, strict=True)}
 
 

@@ -115,6 +115,9 @@ class EncoderMetrics:
         self.reference_device_bytes = gauge(
             "reference_device_bytes", "Bytes of references.device_bytes in use."
         )
+        self.row_memory_bytes = gauge(
+            "row_memory_bytes", "Bytes in use of the memory that rows are read back into."
+        )
         self.reference_evictions = counter(
             "reference_evictions_total",
             "Embeddings kept for clients that were evicted before they expired.",

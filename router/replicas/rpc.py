@@ -15,8 +15,9 @@ import grpc
 from grpc import StatusCode
 
 from actors.errors import DeadlineExceeded
+from actors.rows.lending import Borrower, Loan
 from actors.rpc import replica_pb2 as pb
-from actors.rpc.codec import Fields, error_of
+from actors.rpc.codec import Fields, error_of, from_message
 from actors.rpc.server import (
     BEGUN_KEY,
     COMMON_OPTIONS,
@@ -26,7 +27,7 @@ from actors.rpc.server import (
     Endpoint,
     serialized,
 )
-from actors.types import Work
+from actors.types import Bytes, Work
 from router.replicas.fleet import ReplicaDied, ReplicaUnreachable, ShardLost, detached
 
 log = logging.getLogger("ray.serve")
@@ -44,17 +45,28 @@ STOPPED = "Cancelling all calls"
 """gRPC's message for calls that outlasted the grace period of a stopping server: not a death."""
 
 
+Told = tuple[pb.Outcome, list[Bytes]] | ShardLost
+"""An outcome with the rows that it lends, or why there is none."""
+
+
 class ReplicaChannel:
     """A channel to one replica, for one event loop. Reopens streams that broke."""
 
     def __init__(
-        self, endpoint: Endpoint, node: str, heard: Callable[[Work], None] = lambda _: None
+        self,
+        endpoint: Endpoint,
+        node: str,
+        heard: Callable[[Work], None] = lambda _: None,
+        *,
+        borrows: bool = False,
     ) -> None:
         """`node`: Ray's id of this process's node. `heard` is called with the replica's outstanding
-        work when the replica sends that on its own."""
+        work when the replica sends that on its own. `borrows`: rows are read in place if the
+        replica's memory can be opened."""
         self.endpoint = endpoint
         self._heard = heard
         self._near = endpoint.node == node and os.access(endpoint.unix, os.W_OK)
+        self.borrower = borrower_of(endpoint) if borrows and self._near else None
         target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
@@ -70,10 +82,11 @@ class ReplicaChannel:
         method: str,
         request: Fields,
         timeout_seconds: float | None = None,
-        early: Callable[[Any], Awaitable[None]] | None = None,
-    ) -> Any:
-        """Returns the reply to a `method` of replica.proto's Call. Cancelling it cancels the call.
-        `early` is called with the replies before the last, one after another.
+        early: Callable[[Any, list[Bytes]], Awaitable[None]] | None = None,
+    ) -> tuple[Any, list[Bytes]]:
+        """Returns the reply to a `method` of replica.proto's Call, and the rows that it lends.
+        Cancelling it cancels the call. `early` is called with the replies before the last, one
+        after another.
 
         Raises ReplicaDied, ReplicaUnreachable, ShardLost, or the ServiceError of the replica.
         """
@@ -84,16 +97,16 @@ class ReplicaChannel:
             small = method != "encode"
             if small not in self._streams or self._streams[small].ended:
                 self._streams[small] = ReplicaStream(
-                    self._channel, self.endpoint.token, self._heard
+                    self._channel, self.endpoint.token, self._heard, self.borrower
                 )
             outcomes = self._streams[small].outcomes(number, data)
             async with asyncio.timeout(timeout_seconds), aclosing(outcomes):
-                async for outcome in outcomes:
+                async for outcome, lent in outcomes:
                     if outcome.HasField("error"):
                         raise error_of(outcome.error)
                     reply = getattr(outcome, method)
                     if early and is_early(outcome):
-                        await early(reply)
+                        await early(reply, lent)
         except TimeoutError:
             raise DeadlineExceeded(
                 "the replica did not answer within the time that was left"
@@ -101,7 +114,7 @@ class ReplicaChannel:
         finally:
             self._calls -= 1
             self._close_if_done()
-        return reply
+        return reply, lent
 
     async def reach(self) -> None:
         """Returns if the node accepts or refuses a connection. Raises OSError if it is cut off."""
@@ -129,38 +142,46 @@ class ReplicaStream:
     """The calls over one stream, until it breaks."""
 
     def __init__(
-        self, channel: grpc.aio.Channel, token: str, heard: Callable[[Work], None]
+        self,
+        channel: grpc.aio.Channel,
+        token: str,
+        heard: Callable[[Work], None],
+        borrower: Borrower | None,
     ) -> None:
         self.ended = False
         self._heard = heard
+        self._borrower = borrower
         self._unsent: dict[int, bytes] = {}
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
         """Ids of messages in `_unsent`, or that were in it and were dropped. None: the stream has
         ended."""
-        self._waiting: dict[int, asyncio.Queue[pb.Outcome | ShardLost]] = {}
+        self._waiting: dict[int, asyncio.Queue[Told]] = {}
         self._writer: asyncio.Task[None] | None = None
         self._reader = detached(self._read(channel, token))
 
-    async def outcomes(self, number: int, call: bytes) -> AsyncGenerator[pb.Outcome]:
-        """Sends a call and yields its outcomes. Cancels the call if not all of them are taken.
-        Raises ShardLost."""
-        found: asyncio.Queue[pb.Outcome | ShardLost] = asyncio.Queue()
+    async def outcomes(
+        self, number: int, call: bytes
+    ) -> AsyncGenerator[tuple[pb.Outcome, list[Bytes]]]:
+        """Sends a call and yields its outcomes, with the rows that each lends. Cancels the call if
+        not all of them are taken. Raises ShardLost."""
+        found: asyncio.Queue[Told] = asyncio.Queue()
         self._waiting[number] = found
         self._send(number, call)
+        told: Told | None = None
         more = True
         try:
             while more:
-                outcome = await found.get()
-                if isinstance(outcome, ShardLost):
+                told = await found.get()
+                if isinstance(told, ShardLost):
                     more = False
-                    raise outcome
-                more = is_early(outcome)
-                yield outcome
+                    raise told
+                more = is_early(told[0])
+                yield told
         finally:
             self._waiting.pop(number, None)
             if more and self._unsent.pop(number, None) is None:  # it was sent
                 self._send(number, serialized(pb.Call(id=number, cancel={})))
-            outcome = None  # else a failure's traceback would refer to it, in a cycle
+            told = None  # else a failure's traceback would refer to it, in a cycle
 
     def _send(self, number: int, message: bytes) -> None:
         if not self.ended:
@@ -186,8 +207,12 @@ class ReplicaStream:
                 if outcome.HasField("load"):
                     load = outcome.load
                     self._heard(Work(load.outstanding_patches, load.outstanding_pairs))
-                elif waiting := self._waiting.get(outcome.id):
-                    waiting.put_nowait(outcome)
+                else:
+                    # Also if nobody waits for it any more, because this gives the rows back.
+                    lent = self._borrowed(outcome)
+                    if waiting := self._waiting.get(outcome.id):
+                        waiting.put_nowait((outcome, lent))
+                    del lent
                 waiting = None
                 del outcome  # it may be large, and the next one may take long
         except grpc.aio.AioRpcError as error:
@@ -203,6 +228,22 @@ class ReplicaStream:
             never_sent = number in self._unsent
             waiting.put_nowait(ReplicaUnreachable(str(lost)) if never_sent else lost)
         self._unsent.clear()
+
+    def _borrowed(self, outcome: pb.Outcome) -> list[Bytes]:
+        if not outcome.HasField("encode") or not outcome.encode.loans:
+            return []
+        assert self._borrower, "rows lent to a router that did not ask for it. This is a bug."
+        return [self._borrower.rows(from_message(one, Loan)) for one in outcome.encode.loans]
+
+
+def borrower_of(endpoint: Endpoint) -> Borrower | None:
+    """None: the replica lends nothing, or its memory cannot be opened here, such as that of another
+    container."""
+    try:
+        return Borrower(endpoint.memory) if endpoint.memory else None
+    except (OSError, ValueError) as error:
+        log.info("rows of this node go through Ray: their memory cannot be opened: %s", error)
+        return None
 
 
 def is_early(outcome: pb.Outcome) -> bool:

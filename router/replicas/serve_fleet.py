@@ -7,6 +7,7 @@ are handed over by a Ray call, because object references only travel through Ray
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -18,11 +19,11 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import NotFound, Unavailable
 from actors.rows.protocol import RowsPlace
-from actors.rpc.codec import EncodeCall, Fields, kept_of, message_fields, reply_of
+from actors.rpc.codec import EncodeCall, Fields, Rows, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
-from actors.types import Dtype, Embedding, Media, Reply, SharedBytes, Work
+from actors.types import Bytes, Dtype, Embedding, Media, Reply, SharedBytes, Work
 from router.metrics import RouterMetrics
 from router.policy.ledger import tells
 from router.replicas.fleet import (
@@ -69,11 +70,16 @@ class ServeFleet:
         fingerprint: str | None,
         spans: Spans | None = None,
         metrics: RouterMetrics | None = None,
+        *,
+        borrows: bool = False,
     ) -> None:
-        """`fingerprint`: the model's. Replicas of another one are left out, as in a rollout."""
+        """`fingerprint`: the model's. Replicas of another one are left out, as in a rollout.
+        `borrows`: rows of replicas on this node are read in place, so their embeddings cannot be
+        passed on to other processes."""
         self._spans = spans or Spans()
         self._metrics = metrics or RouterMetrics()
         self._fingerprint = fingerprint
+        self._borrows = borrows
         # `options` starts the handle's request router, which publishes the replicas.
         self._handles = {
             (one.app_name, one.deployment_name): by_reference(one, "encode") for one in encoders
@@ -149,14 +155,22 @@ class ServeFleet:
         with self._spans.span(
             "route", "client", replica=replica, items=len(media), patches=patches
         ):
-            origin, in_parts = ORIGIN.get(), early is not None
+            channel, _ = self._connection(replica)
             call = EncodeCall(
-                media, dtype, timeout_seconds, origin, keep, waiting_per_sent, in_parts, self._tell
+                media,
+                dtype,
+                timeout_seconds,
+                ORIGIN.get(),
+                keep,
+                waiting_per_sent,
+                early=early is not None,
+                borrower=os.getpid() if channel.borrower else 0,
+                tell=self._tell,
             )
             request = message_fields(call)
             where = self._where(replica)  # before the call, because the replica may not outlive it
 
-            def received(message: Any, rows: list[SharedBytes]) -> Reply:
+            def received(message: Any, rows: Rows) -> Reply:
                 reply = reply_of(message, rows)
                 found = [one for one in reply.answers if isinstance(one, Embedding)]
                 self._metrics.bytes.labels("rows", where).inc(sum(one.size_bytes for one in found))
@@ -240,23 +254,23 @@ class ServeFleet:
         method: str,
         request: Fields,
         timeout_seconds: float | None = None,
-        early: Callable[[Any, list[SharedBytes]], None] | None = None,
-    ) -> tuple[Any, list[SharedBytes]]:
-        """Returns the reply and its rows in shared memory. `early` is called with those of replies
-        before the last."""
+        early: Callable[[Any, Rows], None] | None = None,
+    ) -> tuple[Any, Rows]:
+        """Returns the reply and its rows that are not in the message. `early` is called with those
+        of replies before the last."""
         # Before the call, because a draining replica still answers but is no longer listed.
         channel, hand_over = self._connection(replica)
 
-        async def take_early(reply: Any) -> None:
+        async def take_early(reply: Any, lent: list[Bytes]) -> None:
             assert early, "a reply in parts that nobody asked for. This is a bug."
-            early(reply, await hand_over.take(reply.ticket))
+            early(reply, Rows(await hand_over.take(reply.ticket), lent))
 
         try:
-            reply = await channel.call(method, request, timeout_seconds, take_early)
+            reply, lent = await channel.call(method, request, timeout_seconds, take_early)
         except ShardLost:
             self._confirm(replica)
             raise
-        return reply, await hand_over.take(getattr(reply, "ticket", ""))
+        return reply, Rows(await hand_over.take(getattr(reply, "ticket", "")), lent)
 
     def _connection(self, replica: str) -> tuple[ReplicaChannel, HandOver]:
         """The connection to a replica, which is opened by the first call."""
@@ -265,7 +279,10 @@ class ServeFleet:
             raise ReplicaUnreachable(f"replica {replica} is gone")
         if replica not in self._connections:
             channel = ReplicaChannel(
-                member.endpoint, self._node, lambda work: self._heard(replica, work)
+                member.endpoint,
+                self._node,
+                lambda work: self._heard(replica, work),
+                borrows=self._borrows,
             )
             self._connections[replica] = channel, HandOver(member.endpoint.actor)
         return self._connections[replica]

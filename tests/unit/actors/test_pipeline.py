@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOpti
 from actors.pipeline import Pipeline, open_pipeline, result_of
 from actors.store import writer as writing
 from actors.store.kept import PendingWrite
+from actors.store.writer import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Bytes, Dtype, Embedding, Item, Media, Reply, SharedBytes, Size
@@ -59,11 +61,13 @@ class Rig:
         self.rows: list[weakref.ref[Tensor]] = []
         write = self.pipeline.writer.write
 
-        def noted(dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+        def noted(
+            dtype: Dtype, done: Sequence[tuple[Media, Item]], *, lend: bool
+        ) -> list[Embedding]:
             self.written.append([media for media, _ in done])
             self.rows += [weakref.ref(item.rows) for _, item in done]
             # Copies: on the CPU an answer is a view of its rows.
-            return [copied(one) for one in write(dtype, done)]
+            return [copied(one) for one in write(dtype, done, lend=lend)]
 
         monkeypatch.setattr(self.pipeline.writer, "write", noted)
 
@@ -193,7 +197,7 @@ def test_a_bad_item_fails_alone(rig: Rig) -> None:
 def test_rows_that_cannot_be_written_fail_their_items(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, error: Exception, answered: type[Exception]
 ) -> None:
-    def full(dtype: Dtype, done: Sequence[tuple[Media, Item]]) -> list[Embedding]:
+    def full(*_: Any, **__: Any) -> list[Embedding]:
         raise error
 
     monkeypatch.setattr(rig.pipeline.writer, "write", full)
@@ -399,3 +403,33 @@ def test_a_failed_write_is_told_to_who_fetches(kept: Kept) -> None:
         assert await kept.rig.pipeline.fetch(name) is None
 
     asyncio.run(run())
+
+
+def test_rows_are_lent_where_the_device_wrote_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that must be converted are lent from a copy. What finds no room goes to Ray."""
+    monkeypatch.setattr(writing, "INLINE_BYTES", 0)
+    writer = rig.pipeline.writer
+    monkeypatch.setattr(writer, "write", partial(writing.RowWriter.write, writer))
+    lender = writer.lender
+    assert lender
+
+    def encoded(dtype: Dtype, *, lend: bool = True) -> tuple[Embedding, bool]:
+        """An embedding, and whether its rows can be lent."""
+        call = rig.pipeline.encode([rig.media(128)], dtype, 20, lend=lend)
+        (answer,) = asyncio.run(call).values()
+        assert isinstance(answer, Embedding)
+        assert isinstance(answer.data, np.ndarray)
+        return answer, lender.holds(answer.data)
+
+    for dtype in ("float32", "bfloat16", "float8_e4m3"):
+        lent, there = encoded(dtype)
+        assert there
+        assert torch.equal(tensor(lent), tensor(encoded(dtype, lend=False)[0]))
+        del lent
+    asyncio.run(until(lambda: lender.taken_bytes == 0))
+    full = lender.block(lender.shared.memory.nbytes)
+    assert full is not None
+    assert not encoded("float32")[1]
+    assert not encoded("bfloat16")[1]

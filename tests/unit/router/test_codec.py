@@ -14,6 +14,7 @@ from actors.errors import EncodeFailed, InvalidMedia, Overloaded, TooLarge, Unav
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     EncodeCall,
+    Rows,
     embedding_fields,
     error_fields,
     error_of,
@@ -24,6 +25,7 @@ from actors.rpc.codec import (
     reply_fields,
     reply_of,
 )
+from actors.rpc.server import RowsPut
 from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import (
@@ -125,23 +127,23 @@ def test_a_call_survives(call: EncodeCall) -> None:
 def test_a_reply_survives_and_its_shared_rows_stay_outside(
     answers: list[Answer], patches: int, pairs: int
 ) -> None:
-    shared: list[SharedBytes] = []
+    rows = RowsPut()
     sent = pb.EncodeReply(
-        **reply_fields(Reply(answers, patches, pairs), shared)
+        **reply_fields(Reply(answers, patches, pairs), rows.put)
     ).SerializeToString()
-    found = reply_of(pb.EncodeReply.FromString(sent), shared)
+    found = reply_of(pb.EncodeReply.FromString(sent), Rows(rows.shared))
     assert (found.outstanding_patches, found.outstanding_pairs) == (patches, pairs)
     assert len(found.answers) == len(answers)
     assert all(map(same, answers, found.answers))
     large = [one for one in answers if isinstance(getattr(one, "data", None), SharedBytes)]
-    assert len(shared) == len(large)
+    assert len(rows.shared) == len(large)
 
 
 @given(MEDIA, EMBEDDINGS)
 def test_what_is_kept_survives(media: Media, embedding: Embedding) -> None:
-    kept, shared = Kept.of(media, embedding), list[SharedBytes]()
-    sent = pb.Kept(**kept_fields(kept, shared)).SerializeToString()
-    found = kept_of(pb.Kept.FromString(sent), shared)
+    kept, rows = Kept.of(media, embedding), RowsPut()
+    sent = pb.Kept(**kept_fields(kept, rows.put)).SerializeToString()
+    found = kept_of(pb.Kept.FromString(sent), Rows(rows.shared))
     assert found.media == kept.media
     assert same(found.embedding, kept.embedding)
 
@@ -163,7 +165,7 @@ def test_what_is_kept_survives(media: Media, embedding: Embedding) -> None:
 )
 def test_a_new_field_is_not_forgotten(kind: Any, message: Any) -> None:
     there = {field.name for field in message.DESCRIPTOR.fields}
-    assert {field.name for field in fields(kind)} == there - {"shared"}
+    assert {field.name for field in fields(kind)} == there - {"shared", "lent"}
 
 
 def test_what_is_no_error_of_the_service_is_our_fault() -> None:
@@ -186,4 +188,4 @@ def test_rows_on_a_device_are_refused() -> None:
     rows: Any = ReceivedBytes(object())
     one = Embedding(rows, "float32", (1, 1), (1, 1, 1), "graph", Timings(0, 0, 0))
     with pytest.raises(TypeError, match="ReceivedBytes"):
-        embedding_fields(one, [])
+        embedding_fields(one, RowsPut().put)

@@ -23,8 +23,9 @@ import numpy as np
 import pytest
 
 from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge, Unavailable
+from actors.rows.lending import Lender
 from actors.rpc import server as rpc_server
-from actors.rpc.codec import VERSION, EncodeCall, message_fields, reply_of
+from actors.rpc.codec import VERSION, EncodeCall, Rows, message_fields, reply_of
 from actors.rpc.server import (
     METADATA_KEY,
     TICKETS,
@@ -36,7 +37,7 @@ from actors.rpc.server import (
 from actors.store.kept import Kept
 from actors.store.shared_memory import INLINE_BYTES
 from actors.telemetry.tracing import Origin
-from actors.types import Dtype, Media, Reply, SharedBytes, Work
+from actors.types import Bytes, Dtype, Embedding, Media, Reply, SharedBytes, Work
 from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.rpc import STOPPED, ReplicaChannel, failure
 from tests.unit.fleet import embedding, item, right
@@ -62,8 +63,8 @@ class MemoryEncoder:
         self.began, self.ended = asyncio.Event(), asyncio.Event()
         self.calls: list[tuple[Any, ...]] = []
         self.failure: BaseException | None = None
-        self.rows: dict[str, SharedBytes] = {}
-        """By digest: those that are in shared memory."""
+        self.rows: dict[str, SharedBytes | Bytes] = {}
+        """By digest: those that are not in the message."""
         self.kept: dict[str, Kept] = {}
         self.outstanding = Work(0)
         self.parts = asyncio.Semaphore(0)
@@ -78,6 +79,7 @@ class MemoryEncoder:
         keep: bool,
         waiting_per_sent: float,
         early: Callable[[Reply], None] | None,
+        lend: bool,
     ) -> Reply:
         self.calls.append((media, dtype, timeout_seconds, origin, keep, waiting_per_sent))
         self.began.set()
@@ -130,8 +132,8 @@ async def opened(
 
 
 async def encode(channel: ReplicaChannel, call: EncodeCall = CALL, seconds: float = 10) -> Reply:
-    message = await channel.call("encode", message_fields(call), seconds)
-    return reply_of(message, [])
+    message, _ = await channel.call("encode", message_fields(call), seconds)
+    return reply_of(message, Rows())
 
 
 @pytest.fixture(params=[True, False], ids=["unix", "tcp"])
@@ -151,12 +153,13 @@ def test_all_calls_over_both_sockets(near: bool) -> None:
             assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False, 0)]
             await channel.call("check", {})
             encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
-            found = await channel.call("fetch", {"name": "x"})
+            found, _ = await channel.call("fetch", {"name": "x"})
             assert found.kept.media.digest == item(1).digest
-            assert not (await channel.call("fetch", {"name": "y"})).HasField("kept")
+            found, _ = await channel.call("fetch", {"name": "y"})
+            assert not found.HasField("kept")
             for released in (True, False):
-                reply = await channel.call("release", {"name": "x"})
-                assert reply.released == released
+                found, _ = await channel.call("release", {"name": "x"})
+                assert found.released == released
             path = Path(channel.endpoint.unix)
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
             if near:  # it works without TCP: the address is a wrong one
@@ -175,8 +178,8 @@ def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
             found: list[Reply] = []
             heard = asyncio.Event()
 
-            async def early(message: Any) -> None:
-                found.append(reply_of(message, []))
+            async def early(message: Any, _: list[Bytes]) -> None:
+                found.append(reply_of(message, Rows()))
                 heard.set()
 
             encoder.gate.clear()
@@ -193,7 +196,8 @@ def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
                 with pytest.raises(InvalidMedia):
                     await calling
             else:
-                found.append(reply_of(await calling, []))
+                message, _ = await calling
+                found.append(reply_of(message, Rows()))
                 assert found[-1].places == (2,)
                 assert found[-1].outstanding_patches == 7
             for place, part in enumerate(found):
@@ -208,7 +212,7 @@ def test_a_call_that_is_cancelled_between_its_answers_ends_at_the_encoder(meanwh
         async with opened() as (encoder, _, channel):
             heard, going_on = asyncio.Event(), asyncio.Event()
 
-            async def early(_: Any) -> None:
+            async def early(*_: Any) -> None:
                 heard.set()
                 if meanwhile:
                     await going_on.wait()
@@ -449,14 +453,85 @@ def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -
             rows = SharedBytes(object(), 2 * INLINE_BYTES)
             encoder.rows[item(2).digest] = rows
             request = message_fields(CALL)
-            message = await channel.call("encode", request)
+            message, _ = await channel.call("encode", request)
             assert take(None, [message.ticket, "unknown"]) == [[rows], None]
             assert take(None, [message.ticket]) == [None]
             monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
-            abandoned = await channel.call("encode", request)
+            abandoned, _ = await channel.call("encode", request)
             assert abandoned.ticket in TICKETS
             await asyncio.sleep(0.1)
             assert abandoned.ticket not in TICKETS, "nothing is held for a router that is gone"
+
+    run(test)
+
+
+@asynccontextmanager
+async def lending() -> AsyncGenerator[tuple[MemoryEncoder, Lender, ReplicaChannel]]:
+    """An encoder whose second item's rows can be lent, and a router that borrows them."""
+    encoder, lender = MemoryEncoder(), Lender(8 * INLINE_BYTES)
+    rows = lender.block(2 * INLINE_BYTES)
+    assert rows is not None
+    rows[:] = np.arange(len(rows)) % 251
+    encoder.rows[item(2).digest] = rows
+    del rows
+    server = ReplicaServer(encoder, lender=lender)
+    endpoint = await server.start(NODE, "127.0.0.1", "actor")
+    channel = ReplicaChannel(endpoint, NODE, borrows=True)
+    async with asyncio.timeout(SECONDS):
+        yield encoder, lender, channel
+        channel.retire()
+        await server.stop(SECONDS)
+
+
+BORROWING = replace(CALL, borrower=os.getpid())
+
+
+def test_large_rows_are_lent_and_given_back() -> None:
+    async def test() -> None:
+        async with lending() as (encoder, lender, channel):
+            message, lent = await channel.call("encode", message_fields(BORROWING))
+            assert (message.ticket, len(lent), lender.loans) == ("", 1, 1)
+            small, large = reply_of(message, Rows(lent=lent)).answers
+            assert isinstance(small, Embedding)
+            assert isinstance(large, Embedding)
+            assert large.data is lent[0]
+            assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
+            assert not lent[0].flags.writeable
+            encoder.rows.clear()
+            assert lender.taken_bytes == 2 * INLINE_BYTES, "the router has them"
+            del large, lent
+            assert (lender.loans, lender.taken_bytes) == (0, 0)
+
+    run(test)
+
+
+def test_rows_that_nobody_waits_for_are_given_back() -> None:
+    async def test() -> None:
+        async with lending() as (_, lender, channel):
+            request = message_fields(BORROWING)
+            for patience in range(40):
+                call = asyncio.create_task(channel.call("encode", request))
+                await asyncio.wait([call], timeout=patience / 10_000)
+                call.cancel()
+                await asyncio.wait([call])
+                del call
+            while lender.loans:
+                await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_rows_are_not_lent_where_they_cannot_be_read() -> None:
+    async def test() -> None:
+        async with lending() as (_, lender, channel):
+            endpoint = channel.endpoint
+            assert endpoint.memory
+            assert Endpoint.of(endpoint.metadata) == endpoint
+            elsewhere = replace(endpoint, memory=replace(endpoint.memory, check="0" * 64))
+            assert ReplicaChannel(elsewhere, NODE, borrows=True).borrower is None
+            assert ReplicaChannel(endpoint, "another node", borrows=True).borrower is None
+            assert ReplicaChannel(endpoint, NODE).borrower is None
+            assert not lender.loans
 
     run(test)
 

@@ -1,0 +1,136 @@
+"""Lends rows to routers of the node, which read them in place.
+
+The lender marks each loan in the header of the memory, and the borrower clears the mark when it no
+longer refers to the rows. So no loan ends early because a connection broke, and a finalizer can
+end it, which may neither wait nor lock. The loans of a process end with it.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import weakref
+from dataclasses import dataclass
+from threading import Lock
+
+from actors.allocator import Allocator
+from actors.rows.protocol import MemoryHandle
+from actors.rows.shared import make_shared, open_shared
+from actors.types import Bytes
+
+LENT, FREE = 1, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    slot: int  # of its mark
+    offset: int
+    size_bytes: int
+
+
+class Lender:
+    """Host memory for rows, which other processes of the node can read. Thread-safe.
+
+    A block is free once nobody refers to it, neither here nor in a process that borrowed of it.
+    """
+
+    def __init__(self, size_bytes: int) -> None:
+        """Raises OSError."""
+        self.shared, self.handle = make_shared("rows", size_bytes)
+        self._marks = self.shared.header
+        self._allocator = Allocator(size_bytes)
+        self._slots = list(range(len(self._marks)))
+        self._loans: dict[int, tuple[Bytes, int]] = {}
+        """Rows and borrowing process of each slot in use."""
+        self._processes: dict[int, int] = {}  # descriptor of each process that borrowed
+        self._ended = select.poll()
+        self._lock = Lock()
+
+    @property
+    def taken_bytes(self) -> int:
+        with self._lock:
+            self._end_loans()
+            return self._allocator.taken_bytes
+
+    @property
+    def loans(self) -> int:
+        with self._lock:
+            self._end_loans()
+            return len(self._loans)
+
+    def block(self, size_bytes: int) -> Bytes | None:
+        """Uninitialised memory, which views keep too. None: there is no room now."""
+        with self._lock:
+            offset = self._allocator.take(size_bytes)
+            if offset is None:
+                self._end_loans()
+                offset = self._allocator.take(size_bytes)
+        if offset is None:
+            return None
+        block = self.shared.part(offset, size_bytes)
+        weakref.finalize(block, self._allocator.give_back, offset).atexit = False
+        return block
+
+    def holds(self, rows: Bytes) -> bool:
+        """Whether the array is a part of a block."""
+        return self._offset(rows) is not None
+
+    def lend(self, rows: Bytes, process: int) -> Loan | None:
+        """Keeps the block of these rows until the process gives them back or ends. None: they are
+        not in a block, all slots are in use, or there is no such process."""
+        if (offset := self._offset(rows)) is None:
+            return None
+        with self._lock:
+            self._end_loans()
+            if not self._slots or not self._watch(process):
+                return None
+            slot = self._slots.pop()
+            self._marks[slot] = LENT
+            self._loans[slot] = rows, process
+        return Loan(slot, offset, rows.nbytes)
+
+    def _offset(self, rows: Bytes) -> int | None:
+        offset = rows.ctypes.data - self.shared.memory.ctypes.data
+        inside = offset >= 0 and offset + rows.nbytes <= len(self.shared.memory)
+        return offset if inside and rows.flags.c_contiguous else None
+
+    def _watch(self, process: int) -> bool:
+        """Makes `_end_loans` notice the end of a process. False: it cannot be watched."""
+        if process not in self._processes:
+            try:
+                self._processes[process] = os.pidfd_open(process)
+            except OSError:
+                return False
+            self._ended.register(self._processes[process], select.POLLIN)
+        return True
+
+    def _end_loans(self) -> None:
+        ended = {file for file, _ in self._ended.poll(0)}
+        gone = {process for process, file in self._processes.items() if file in ended}
+        for process in gone:
+            file = self._processes.pop(process)
+            self._ended.unregister(file)
+            os.close(file)
+        for slot, (_, process) in list(self._loans.items()):
+            if self._marks[slot] == FREE or process in gone:
+                del self._loans[slot]
+                self._marks[slot] = FREE
+                self._slots.append(slot)
+
+
+class Borrower:
+    """The other end, in a router."""
+
+    def __init__(self, handle: MemoryHandle) -> None:
+        """Raises OSError, ValueError: it is another machine's or another user's memory."""
+        self._shared = open_shared(handle, writable=False)
+        self._marks = self._shared.header
+
+    def rows(self, loan: Loan) -> Bytes:
+        """The rows, read-only, which are given back once nobody refers to them."""
+        rows = self._shared.part(loan.offset, loan.size_bytes)
+        weakref.finalize(rows, self._give_back, loan.slot).atexit = False
+        return rows
+
+    def _give_back(self, slot: int) -> None:
+        self._marks[slot] = FREE
