@@ -454,7 +454,7 @@ def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
     try:
         lender = Lender(LENT_BYTES)
         device.lend(lender)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError, ImportError) as error:
         log.warning("rows go through Ray's shared memory, which is slower: %s", error)
         return None
     series.row_memory_bytes.set_function(lambda: lender.taken_bytes)

@@ -24,6 +24,7 @@ from actors.kernels import Shapes
 from actors.kernels.gemm.gemm import tuning
 from actors.models.layers.block import between_layers
 from actors.rows.lending import Lender
+from actors.rows.memory import pin
 
 Copied = TypeVar("Copied")
 
@@ -231,9 +232,7 @@ class CudaDevice(Device):
 
     def lend(self, lender: Lender) -> None:
         memory = lender.shared.memory
-        with torch.cuda.device(self.device):
-            found = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)
-            torch.cuda.check_error(int(found))
+        pin(memory.ctypes.data, memory.nbytes, self.device)
         super().lend(lender)
 
     def read_back(self, rows: Tensor) -> Rows:

@@ -117,8 +117,8 @@ class Device:
         """Limits `memory_bytes` from now on. Does nothing on the CPU. Raises StartError."""
 
     def lend(self, lender: Lender) -> None:
-        """Rows are read back into this memory from now on. Raises RuntimeError if the device cannot
-        write to it."""
+        """Rows are read back into this memory from now on. Raises RuntimeError or ImportError if
+        the device cannot write to it."""
         self.lender = lender
 
     def host_rows(self, rows: Tensor) -> Tensor:

@@ -98,10 +98,7 @@ class OpenedShared(OpenedMemory):
     def pin(self, device: torch.device) -> None:
         """Makes copies to the device asynchronous. Takes a second for gigabytes. Raises
         RuntimeError."""
-        from cuda.bindings import runtime
-
-        checked(runtime.cudaSetDevice(device.index))
-        checked(runtime.cudaHostRegister(self.memory.data_ptr(), self.memory.nbytes, 0))
+        pin(self.memory.data_ptr(), self.memory.nbytes, device)
 
     def copy(self, offset: int, out: Tensor) -> None:
         rows = self.memory[offset : offset + out.nbytes].view(out.dtype).view(out.shape)
@@ -153,6 +150,14 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> OpenedMemory:
     if device.type != "cuda":
         raise RuntimeError(f"memory of a GPU cannot be opened for {device}")
     return OpenedCuda(handle, device)
+
+
+def pin(address: int, size_bytes: int, device: torch.device) -> None:
+    """Lets the device read and write host memory asynchronously. Raises RuntimeError, ImportError."""
+    from cuda.bindings import runtime
+
+    checked(runtime.cudaSetDevice(device.index))
+    checked(runtime.cudaHostRegister(address, size_bytes, 0))
 
 
 def cuda_handle(memory: Tensor) -> MemoryHandle | None:

@@ -14,6 +14,7 @@ from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.kernels.attention import Values
+from actors.rows.lending import Lender
 from actors.telemetry.metrics import EncoderMetrics
 from tests.gpu.towers import cuda
 from tests.toy_tower import ToyTower, toy_item, toy_rows
@@ -131,3 +132,24 @@ def test_graphs_share_the_memory_of_their_outputs(device: Device) -> None:
         sizes.append(device.memory_bytes() - before)
     one, sixteen = sizes
     assert sixteen < 1.5 * one
+
+
+def test_rows_are_read_back_into_memory_that_is_lent(device: Device) -> None:
+    """Without waiting for the copy, and into memory of their own if there is no room."""
+    lender = Lender(2**20)
+    device.lend(lender)
+    rows = torch.randn(100, 64, device=device.device, dtype=torch.bfloat16)
+    with device.running():
+        torch.cuda._sleep(100 * SLOW_CYCLES)
+        read = device.read_back(rows)
+        started = not torch.cuda.current_stream().query()
+    assert started, "the call did not wait"
+    found = read()
+    assert torch.equal(found, rows.cpu())
+    assert lender.holds(found.view(torch.uint8).numpy().reshape(-1))
+    with device.running():
+        large = torch.randn(2**20, device=device.device)
+        read = device.read_back(large)
+    assert torch.equal(read(), large.cpu())
+    del found
+    assert lender.taken_bytes == 0
