@@ -153,7 +153,8 @@ def open_memory(handle: MemoryHandle, device: torch.device) -> OpenedMemory:
 
 
 def pin(address: int, size_bytes: int, device: torch.device) -> None:
-    """Lets the device read and write host memory asynchronously. Raises RuntimeError, ImportError."""
+    """Lets the device read and write host memory asynchronously. Raises RuntimeError or
+    ImportError."""
     from cuda.bindings import runtime
 
     checked(runtime.cudaSetDevice(device.index))
