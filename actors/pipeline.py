@@ -348,14 +348,11 @@ class Pipeline:
         # Not a video's chunks (a tuple), nor rows that left the device in FP8, nor those on it.
         same = isinstance(rows, torch.Tensor) and dtype == self.writer.spec.dtype
         there = as_bytes(rows, dtype)[0] if same and not rows.is_cuda else None
-        pending = PendingWrite(
-            partial(after_the_answer, block) if soon else write,  # keeps the block
-            there,
-            host_memory(item),
-        )
+        # The write keeps the block.
+        pending = PendingWrite(partial(after_the_answer, block) if soon else write, there)
+        await self.unwritten.add(pending, host_memory(item))
         if soon:
             pending.embedding()
-        await self.unwritten.add(pending)
         data = SharedBytes(pending, self._size_bytes(item.plan, dtype))
         return self.writer.embedding(item, data, dtype, item.plan.tokens)
 

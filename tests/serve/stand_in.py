@@ -75,6 +75,7 @@ class StandIn:
         keep: bool = False,
         waiting_per_sent: float = 0,
         early: Callable[[Reply], None] | None = None,
+        lend: bool = False,
     ) -> Reply:
         """Answers with the digest of each item, as bytes. With `early`, items take turns."""
         work = Work.of(item.plan.work for item in media)

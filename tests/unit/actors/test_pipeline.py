@@ -348,7 +348,7 @@ def test_unwritten_rows_are_bounded(kept: Kept) -> None:
 
     async def run() -> None:
         unwritten = kept.rig.pipeline.unwritten
-        first, second = [(await kept.keep(width))[0] for width in (128, 160)]
+        first, _ = [(await kept.keep(width))[0] for width in (128, 160)]
         unwritten.max_bytes = unwritten.bytes
         third = asyncio.create_task(kept.keep(192))
         while unwritten.bytes <= unwritten.max_bytes:
@@ -356,15 +356,19 @@ def test_unwritten_rows_are_bounded(kept: Kept) -> None:
         await asyncio.sleep(0.05)
         assert not third.done(), "it waits for the others"
         kept.gate.set()
-        (name,) = await third
-        assert unwritten.bytes <= unwritten.max_bytes
-        references = kept.rig.pipeline.references
-        assert kept.rows(first) is None, "the oldest is written"
-        assert kept.rows(name) is not None, "the newest is not"
-        await kept.rig.pipeline.fetch(second)
-        before = unwritten.bytes
-        assert references.release(name)
-        assert unwritten.bytes < before
+        await third
+        assert unwritten.bytes == 0
+        assert kept.rows(first) is None, "it is written"
+        fetched, released = [(await kept.keep(width))[0] for width in (224, 256)]
+        assert kept.rows(fetched) is not None
+        for needs_none in (
+            kept.rig.pipeline.fetch(fetched),
+            asyncio.to_thread(kept.rig.pipeline.references.release, released),
+        ):
+            before = unwritten.bytes
+            assert await needs_none
+            assert unwritten.bytes < before
+        assert unwritten.bytes == 0
 
     asyncio.run(run())
 
