@@ -359,6 +359,7 @@ def test_unwritten_rows_are_bounded(kept: Kept) -> None:
         await third
         assert unwritten.bytes == 0
         assert kept.rows(first) is None, "it is written"
+        unwritten.max_bytes *= 10
         fetched, released = [(await kept.keep(width))[0] for width in (224, 256)]
         assert kept.rows(fetched) is not None
         for needs_none in (
