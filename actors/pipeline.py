@@ -25,7 +25,7 @@ import torch
 from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.traffic import SizesFile
-from actors.engine.video_chunks import host_memory, rows_of
+from actors.engine.video_chunks import rows_of
 from actors.errors import (
     DeadlineExceeded,
     EmbeddingLost,
@@ -47,7 +47,6 @@ from actors.store.kept import (
     Kept,
     PendingWrite,
     References,
-    Unwritten,
     Write,
     reference_id,
     written,
@@ -74,10 +73,9 @@ from actors.types import (
 
 log = logging.getLogger("ray.serve")
 
-MOST_UNWRITTEN_BYTES = 256 * 2**20
-"""Of kept rows that are in this process's memory only. On a GPU, that memory is pinned."""
-LENT_BYTES = 512 * 2**20
-"""Host memory of a replica for rows that are read back. On a GPU, it is pinned at start."""
+ROW_MEMORY_BYTES = 3 * 2**29
+"""Host memory of a replica for rows that are read back. On a GPU, it is pinned at start. While it
+is at most two thirds full, kept rows stay there; the rest is for rows on their way."""
 REPLY_SECONDS = 0.002  # delay of writes after an answer, because they hold the GIL
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
@@ -115,7 +113,6 @@ class Pipeline:
         """Blocks of `memory` by cache key and dtype, so that equal items share a block."""
         self._filling: dict[tuple[str, ...], asyncio.Task[None]] = {}
         """Blocks that are being filled from the host, by the same key."""
-        self.unwritten = Unwritten(MOST_UNWRITTEN_BYTES)
         self._closed = False
 
     async def encode(
@@ -189,9 +186,9 @@ class Pipeline:
 
         write = partial(batch.write, media.emptied, item)
         if in_memory and (block := await self._block(media, item, dtype)) is not None:
-            return self._kept(media, await self._unwritten(write, item, dtype, block), block)
+            return self._kept(media, self._unwritten(write, item, dtype, block), block)
         if keep and self._may_be_written_later(media, dtype, item.plan):
-            return self._kept(media, await self._unwritten(write, item, dtype))
+            return self._kept(media, self._unwritten(write, item, dtype))
         embedding = await write()
         return self._kept(media, embedding) if keep else embedding
 
@@ -273,8 +270,12 @@ class Pipeline:
         )
 
     def _may_be_written_later(self, media: Media, dtype: Dtype, plan: ItemPlan) -> bool:
-        """Not after an `evs_rate`, because the rows are not counted before they are written."""
-        if media.evs_rate or media.on_device:
+        """Whether the memory that rows are read back into may keep them for now. Not after an
+        `evs_rate`, because the rows are not counted before they are written."""
+        lender = self.writer.lender
+        if media.evs_rate or media.on_device or lender is None:
+            return False
+        if 3 * lender.taken_bytes > 2 * lender.shared.memory.nbytes:
             return False
         return self._size_bytes(plan, dtype) > INLINE_BYTES
 
@@ -329,9 +330,7 @@ class Pipeline:
         finally:
             del self._filling[key]
 
-    async def _unwritten(
-        self, write: Write, item: Item, dtype: Dtype, block: Any = None
-    ) -> Embedding:
+    def _unwritten(self, write: Write, item: Item, dtype: Dtype, block: Any = None) -> Embedding:
         """An embedding that may be answered before its rows are in shared memory.
 
         They are written once somebody asks for them; after the answer if a cache needs them there,
@@ -350,7 +349,6 @@ class Pipeline:
         there = as_bytes(rows, dtype)[0] if same and not rows.is_cuda else None
         # The write keeps the block.
         pending = PendingWrite(partial(after_the_answer, block) if soon else write, there)
-        await self.unwritten.add(pending, host_memory(item))
         if soon:
             pending.embedding()
         data = SharedBytes(pending, self._size_bytes(item.plan, dtype))
@@ -449,7 +447,7 @@ def open_pipeline(
 def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
     """Allocates the memory that rows are read back into. None: the system does not allow it."""
     try:
-        lender = Lender(LENT_BYTES)
+        lender = Lender(ROW_MEMORY_BYTES)
         device.lend(lender)
     except (OSError, RuntimeError, ImportError) as error:
         log.warning("rows go through Ray's shared memory, which is slower: %s", error)

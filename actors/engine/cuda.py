@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from actors.engine.device import Device, Inputs, MediaRows, Rows, copy_rows, count
+from actors.engine.device import Copies, Device, Inputs, MediaRows, copy_rows, count
 from actors.engine.slices import EveryNth, Pace, layers_per_slice
 from actors.errors import StartError
 from actors.kernels import Shapes
@@ -235,21 +235,20 @@ class CudaDevice(Device):
         pin(memory.ctypes.data, memory.nbytes, self.device)
         super().lend(lender)
 
-    def read_back(self, rows: Tensor) -> Rows:
+    def read_back(self, rows: Tensor, lengths: Sequence[int]) -> Copies:
         """Copies through a device buffer, so that the next replay does not wait for the copy to the
         host."""
         if self._read_buffer.nbytes < rows.nbytes:
             self.reading.synchronize()
             self._read_buffer = torch.empty(rows.nbytes, dtype=torch.uint8, device=self.device)
         buffer = self._read_buffer[: rows.nbytes].view(rows.dtype).view(rows.shape)
-        host = self.host_rows(rows)
         self.compute.wait_stream(self.reading)
         with torch.cuda.stream(self.compute):
             buffer.copy_(rows, non_blocking=True)
         self.reading.wait_stream(self.compute)
         done = torch.cuda.Event()
         with torch.cuda.stream(self.reading):
-            host.copy_(buffer, non_blocking=True)
+            host = self.to_host(buffer, lengths)
             done.record(self.reading)
         return partial(copied, host, done)
 

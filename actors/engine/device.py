@@ -17,7 +17,7 @@ from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
-from actors.rows.lending import Lender
+from actors.rows.lending import Lender, groups
 
 MEDIA = ("patches", "later")
 """Inputs that hold the clients' media, item after item. All others are metadata."""
@@ -26,9 +26,11 @@ ALIGNED_BYTES = 256  # as torch's allocators align: kernels may read 16 bytes at
 MediaRows = Mapping[str, Sequence[Tensor]]
 """For each media input: uint8, one tensor per item, on the host or on the device."""
 
-Rows = Callable[[], Tensor]
+Copies = Callable[[], Sequence[Tensor]]
 """Waits until rows have been copied to the host, or to separate memory on the device, and returns
-the copy. Nothing else writes to it."""
+the copies. Nothing else writes to them."""
+SHARED_BLOCK_BYTES = 2**20
+"""Items with smaller rows share a block of host memory."""
 
 
 class Places:
@@ -121,12 +123,21 @@ class Device:
         the device cannot write to it."""
         self.lender = lender
 
-    def host_rows(self, rows: Tensor) -> Tensor:
-        """Host memory for a copy of rows, to which the device can write asynchronously."""
-        block = self.lender.block(rows.nbytes) if self.lender else None
-        if block is None:
-            return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
-        return torch.from_numpy(block).view(rows.dtype).view(rows.shape)
+    def to_host(self, rows: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+        """Starts copying consecutive parts of rows to the host, and returns the copies. A large one
+        has memory of its own, so that it can be freed without the others."""
+        copies: list[Tensor] = []
+        width = rows[:1].nbytes
+        for group in groups([length * width for length in lengths], SHARED_BLOCK_BYTES):
+            its = [lengths[place] for place in group]
+            part, rows = rows[: sum(its)], rows[sum(its) :]
+            block = self.lender.block(part.nbytes) if self.lender else None
+            if block is None:
+                memory = torch.empty(part.shape, dtype=part.dtype, pin_memory=part.is_cuda)
+            else:
+                memory = torch.from_numpy(block).view(part.dtype).view(part.shape)
+            copies += memory.copy_(part, non_blocking=True).split(its)
+        return copies
 
     def running(self) -> AbstractContextManager[object]:
         """The context for forward passes and replays."""
@@ -172,12 +183,13 @@ class Device:
 
         return replay
 
-    def read_back(self, rows: Tensor) -> Rows:
-        """Starts copying an output to the host. The output may be overwritten after the call."""
-        copy = self.host_rows(rows).copy_(rows)
-        return lambda: copy
+    def read_back(self, rows: Tensor, lengths: Sequence[int]) -> Copies:
+        """Starts copying consecutive parts of an output to the host: see `to_host`. The output may
+        be overwritten after the call."""
+        copies = self.to_host(rows, lengths)
+        return lambda: copies
 
-    def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def keep(self, parts: Sequence[Tensor]) -> Copies:
         """Starts copying these rows on the device, each to its own memory. The rows may be
         overwritten after the call."""
         copies = [part.clone() for part in parts]
@@ -216,9 +228,9 @@ def start_readback(
         if kind[0]:
             waits[kind] = device.keep(its)
             continue
-        rows = packed if len(its) == len(parts) else torch.cat(its)
-        read = read_fp8 if kind[1] else read_rows
-        waits[kind] = read(device, rows, list(map(len, its)))
+        rows = packed[: sum(tokens)] if len(its) == len(parts) else torch.cat(its)
+        sizes = list(map(len, its))
+        waits[kind] = read_fp8(device, rows, sizes) if kind[1] else device.read_back(rows, sizes)
 
     def wait_for_all() -> list[Tensor | Fp8Rows]:
         found = {kind: iter(wait()) for kind, wait in waits.items()}
@@ -227,18 +239,12 @@ def start_readback(
     return wait_for_all
 
 
-def read_rows(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Tensor]]:
-    """Starts copying rows to the host. The function that it returns gives each item's rows."""
-    host = device.read_back(rows)
-    return lambda: host()[: sum(sizes)].split(list(sizes))
-
-
 def read_fp8(device: Device, rows: Tensor, sizes: Sequence[int]) -> Callable[[], Sequence[Fp8Rows]]:
-    """As read_rows, after quantising the rows on the device."""
-    made = quantised(rows[: sum(sizes)])
+    """Starts copying rows to the host after quantising them on the device."""
+    made = quantised(rows)
     # Scales first, because the second readback waits for the first, and scales are small.
-    scales = read_rows(device, made.scales, sizes)
-    values = read_rows(device, made.values, sizes)
+    scales = device.read_back(made.scales, sizes)
+    values = device.read_back(made.values, sizes)
     return lambda: list(map(Fp8Rows, values(), scales()))
 
 

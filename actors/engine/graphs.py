@@ -99,11 +99,11 @@ class GraphSet:
                     break
                 self.fill(budget, videos=False)
                 replay = self.replays[budget, False]
-                self.device.read_back(replay()[:1])()
+                self.device.read_back(replay()[:1], [1])()
                 started = perf_counter()
                 for _ in range(MEASURED_REPLAYS):
                     rows = replay()
-                self.device.read_back(rows[:1])()
+                self.device.read_back(rows[:1], [1])()
                 seconds[budget] = (perf_counter() - started) / MEASURED_REPLAYS
         last = max(seconds, default=1)
         return {each: seconds.get(each, seconds[last] * each / last) for each in self.budgets}

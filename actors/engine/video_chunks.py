@@ -113,12 +113,3 @@ def fp8_rows_of(item: Item) -> Fp8Rows:
     """The same for an item with `in_fp8`."""
     rows: Fp8Rows = Fp8Rows.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows
-
-
-def host_memory(item: Item) -> dict[int, int]:
-    """Address and size of each allocation on the host that an encoded item's rows keep. Rows of
-    one pack share an allocation."""
-    chunks = item.rows if isinstance(item.rows, tuple) else (item.rows,)
-    parts = [one.values if isinstance(one, Fp8Rows) else one for one in chunks]
-    memory = [one.untyped_storage() for one in parts if not one.is_cuda]
-    return {one.data_ptr(): one.nbytes() for one in memory}

@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import select
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
+
+import numpy as np
 
 from actors.allocator import Allocator
 from actors.rows.protocol import MemoryHandle
@@ -111,6 +114,8 @@ class Lender:
             file = self._processes.pop(process)
             self._ended.unregister(file)
             os.close(file)
+        if not gone and np.count_nonzero(self._marks) == len(self._loans):
+            return
         for slot, (_, process) in list(self._loans.items()):
             if self._marks[slot] == FREE or process in gone:
                 del self._loans[slot]
@@ -134,3 +139,16 @@ class Borrower:
 
     def _give_back(self, slot: int) -> None:
         self._marks[slot] = FREE
+
+
+def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
+    found: list[list[int]] = []
+    room = 0
+    for place, size in enumerate(sizes):
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(place)
+        room -= size
+    return found

@@ -6,13 +6,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 import threading
-import weakref
 from base64 import urlsafe_b64encode
-from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import count, islice
 from secrets import token_bytes, token_urlsafe
 from typing import Any
 
@@ -28,7 +25,6 @@ Write = Callable[[], Coroutine[Any, Any, Embedding]]
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
 ID_BYTES = 24  # of each half of a name
-AT_ONCE = 16  # pending writes that are made together
 OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are bounded too
 
 
@@ -329,8 +325,6 @@ class PendingWrite:
         self.rows = rows
         self._write: Write | None = write
         self._writing: asyncio.Task[Embedding] | None = None
-        self.ended: Callable[[], None] = lambda: None
-        """Called once they are written, or could not be."""
 
     def embedding(self) -> asyncio.Task[Embedding]:
         """Writes the rows, unless that has begun. The task's result refers to shared memory."""
@@ -343,64 +337,8 @@ class PendingWrite:
 
     def _done(self, writing: asyncio.Task[Embedding]) -> None:
         self.rows = None
-        self.ended()
         if not writing.cancelled():
             writing.exception()  # raised to those who ask for the rows
-
-
-class Unwritten:
-    """The pending writes of one replica, oldest first, while their rows take memory here.
-
-    From half of `max_bytes` on, the oldest are written; beyond it, answers wait for that. A pending
-    write that nobody refers to any more is dropped.
-    """
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes = max_bytes
-        self._writes: OrderedDict[int, tuple[weakref.ref[PendingWrite], Mapping[int, int]]] = (
-            OrderedDict()
-        )
-        """Each with address and size of the memory that its rows keep."""
-        self._users: Counter[int] = Counter()  # writes by address, because packs share memory
-        self._bytes = 0
-        self._ended: deque[int] = deque()  # finalizers may only append to it
-        self._ids = count()
-        self._room: asyncio.Task[None] | None = None
-
-    @property
-    def bytes(self) -> int:
-        while self._ended:
-            _, memory = self._writes.pop(self._ended.popleft(), (None, dict[int, int]()))
-            for address, size in memory.items():
-                self._users[address] -= 1
-                if not self._users[address]:
-                    del self._users[address]
-                    self._bytes -= size
-        return self._bytes
-
-    async def add(self, write: PendingWrite, memory: Mapping[int, int]) -> None:
-        """Adds a write whose rows keep this memory. It must not have begun."""
-        _ = self.bytes  # addresses that are free again no longer count
-        for address, size in memory.items():
-            self._bytes += 0 if address in self._users else size
-            self._users[address] += 1
-        self._writes[key := next(self._ids)] = weakref.ref(write), memory
-        write.ended = partial(self._ended.append, key)
-        weakref.finalize(write, write.ended).atexit = False
-        if self._room is None and 2 * self.bytes > self.max_bytes:
-            self._room = asyncio.create_task(self._make_room())
-        if self._room and self.bytes > self.max_bytes:
-            await asyncio.shield(self._room)
-
-    async def _make_room(self) -> None:
-        """Writes the oldest ones until a quarter of `max_bytes` is left."""
-        try:
-            while 4 * self.bytes > self.max_bytes:
-                oldest = [write() for write, _ in islice(self._writes.values(), AT_ONCE)]
-                if writing := [one.embedding() for one in oldest if one]:
-                    await asyncio.wait(writing)
-        finally:
-            self._room = None
 
 
 async def written(embedding: Embedding) -> Embedding:

@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import ObjectLostError
 
 from actors.errors import EmbeddingLost
+from actors.rows.lending import groups
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory takes as long
@@ -52,19 +53,6 @@ def share_together(
             for place, array in enumerate(together)
         ]
     return shared
-
-
-def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
-    found: list[list[int]] = []
-    room = 0
-    for place, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(place)
-        room -= size
-    return found
 
 
 async def read(data: Bytes | SharedBytes) -> Bytes:

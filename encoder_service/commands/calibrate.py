@@ -198,7 +198,8 @@ class Calibration:
 
     def encode(self, tower: Tower) -> list[Tensor]:
         graphs = GraphSet(tower, self.spec.paths[0], (), Segments(0), self.device)
-        return [self.device.read_back(graphs.run(None, [item]))().float() for item in self.items]
+        rows = (graphs.run(None, [item]) for item in self.items)
+        return [self.device.read_back(one, [len(one)])()[0].float() for one in rows]
 
 
 @dataclass(frozen=True, slots=True)

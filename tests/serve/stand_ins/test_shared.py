@@ -11,10 +11,10 @@ import pytest
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost
+from actors.rows.lending import groups
 from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,
-    groups,
     here,
     read,
     share_together,

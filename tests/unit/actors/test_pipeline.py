@@ -343,33 +343,37 @@ def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> No
     asyncio.run(run())
 
 
-def test_unwritten_rows_are_bounded(kept: Kept) -> None:
-    """The oldest are written to make room, and what is released or fetched needs none."""
+def test_rows_are_written_before_the_answer_if_their_memory_is_full(kept: Kept) -> None:
+    """The last third is for rows on their way."""
 
     async def run() -> None:
-        unwritten = kept.rig.pipeline.unwritten
-        first, _ = [(await kept.keep(width))[0] for width in (128, 160)]
-        unwritten.max_bytes = unwritten.bytes
-        third = asyncio.create_task(kept.keep(192))
-        while unwritten.bytes <= unwritten.max_bytes:
-            await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)
-        assert not third.done(), "it waits for the others"
+        lender = kept.rig.pipeline.writer.lender
+        assert lender
+        block = lender.block(lender.shared.memory.nbytes * 2 // 3)
+        assert block is not None
+        keeping = asyncio.create_task(kept.keep(128))
+        await asyncio.wait([keeping], timeout=0.3)
+        assert not keeping.done()
         kept.gate.set()
-        await third
-        assert unwritten.bytes == 0
-        assert kept.rows(first) is None, "it is written"
-        unwritten.max_bytes *= 10
-        fetched, released = [(await kept.keep(width))[0] for width in (224, 256)]
-        assert kept.rows(fetched) is not None
-        for needs_none in (
-            kept.rig.pipeline.fetch(fetched),
-            asyncio.to_thread(kept.rig.pipeline.references.release, released),
-        ):
-            before = unwritten.bytes
-            assert await needs_none
-            assert unwritten.bytes < before
-        assert unwritten.bytes == 0
+        (name,) = await keeping
+        assert await kept.rig.pipeline.fetch(name)
+        kept.gate.clear()
+        del block
+        (name,) = await kept.keep(160)
+        assert kept.rows(name) is not None
+
+    asyncio.run(run())
+
+
+def test_rows_that_are_released_are_never_written(kept: Kept) -> None:
+    async def run() -> None:
+        lender = kept.rig.pipeline.writer.lender
+        assert lender
+        (name,) = await kept.keep(128)
+        assert lender.taken_bytes > 4000
+        assert kept.rig.pipeline.references.release(name)
+        await until(lambda: lender.taken_bytes == 0)
+        assert not kept.rig.written
 
     asyncio.run(run())
 
@@ -393,7 +397,6 @@ def test_a_small_item_travels_by_value(kept: Kept) -> None:
         found = await kept.rig.pipeline.fetch(name)
         assert found
         assert isinstance(found.embedding.data, np.ndarray)
-        assert not kept.rig.pipeline.unwritten.bytes
 
     asyncio.run(run())
 

@@ -27,6 +27,7 @@ from actors.options import (
 )
 from actors.pipeline import Pipeline, open_pipeline
 from actors.spec.checkpoint import preset_names
+from actors.store.kept import PendingWrite
 from actors.store.writer import tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
@@ -202,8 +203,11 @@ def test_its_rows_may_be_written_after_the_answer(
     async def run() -> None:
         answer = (await pipeline.encode([media(page())], "float32", 60, keep=True))[0]
         assert isinstance(answer, Embedding)
-        assert pipeline.unwritten.bytes
-        kept = await pipeline.fetch(answer.reference.partition(".")[2])
+        name = answer.reference.partition(".")[2]
+        unwritten = pipeline.references.get(name, 0)
+        assert unwritten is not None
+        assert isinstance(unwritten.shared_object, PendingWrite)
+        kept = await pipeline.fetch(name)
         assert kept is not None
         assert answer.shape == kept.embedding.shape == tensor(kept.embedding).shape
         assert answer.kept_rows == kept.embedding.kept_rows
