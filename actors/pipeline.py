@@ -136,7 +136,11 @@ class Pipeline:
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
         batch = RowBatch(self.writer, dtype, lend=lend)
-        tasks = [asyncio.create_task(self._encode(one, dtype, batch, keep=keep)) for one in media]
+        lend = lend and not keep
+        tasks = [
+            asyncio.create_task(self._encode(one, dtype, batch, keep=keep, lend=lend))
+            for one in media
+        ]
         left = dict(enumerate(tasks))
         end = monotonic() + timeout_seconds
         enough = FIRST_COMPLETED if early else ALL_COMPLETED
@@ -162,7 +166,7 @@ class Pipeline:
         return answered(list(left))
 
     async def _encode(
-        self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool
+        self, media: Media, dtype: Dtype, batch: RowBatch, *, keep: bool, lend: bool
     ) -> Embedding:
         tokens = None if media.prune else retained_tokens(media.plan, media.evs_rate)
         if hit := self.cache.get(self.writer.key(media), tokens):
@@ -187,8 +191,16 @@ class Pipeline:
         write = partial(batch.write, media.emptied, item)
         if in_memory and (block := await self._block(media, item, dtype)) is not None:
             return self._kept(media, self._unwritten(write, item, dtype, block), block)
-        if keep and self._may_be_written_later(media, dtype, item.plan):
+        later = self._may_be_written_later(media, dtype, item.plan)
+        if keep and later:
             return self._kept(media, self._unwritten(write, item, dtype))
+        if lend and (lent := self.writer.in_place(media, item, dtype)):
+            if not self.writer.caches:
+                return lent
+            if later:
+                cached = RowBatch(self.writer, dtype)
+                self._unwritten(partial(cached.write, media.emptied, item), item, dtype)
+                return lent
         embedding = await write()
         return self._kept(media, embedding) if keep else embedding
 

@@ -106,10 +106,10 @@ class RowWriter:
 
     def in_place(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
         """The embedding of an item whose rows can be lent as they are. None: others must be made of
-        them, or they are needed elsewhere too."""
+        them."""
         rows = item.rows
         whole = isinstance(rows, Fp8Rows) or (isinstance(rows, Tensor) and dtype == self.spec.dtype)
-        if not whole or item.on_device or self.lender is None or self.caches or media.evs_rate:
+        if not whole or item.on_device or self.lender is None or media.evs_rate:
             return None
         data, scales = as_bytes(rows, dtype)
         if not self.lender.holds(data):
@@ -250,8 +250,6 @@ class RowBatch:
         self._next_write: asyncio.Future[dict[int, Embedding]] | None = None
 
     async def write(self, media: Media, item: Item) -> Embedding:
-        if self._lend and (found := self._writer.in_place(media, item, self._dtype)):
-            return found
         with self._lock:
             self._waiting.append((media, item))
             if self._next_write is None:

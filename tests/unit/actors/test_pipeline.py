@@ -441,3 +441,27 @@ def test_rows_are_lent_where_the_device_wrote_them(
     assert full is not None
     assert not encoded("float32")[1]
     assert not encoded("bfloat16")[1]
+
+
+def test_rows_that_a_cache_needs_too_are_written_after_the_answer(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("actors.pipeline.INLINE_BYTES", 0)
+    writer = rig.pipeline.writer
+    writer.cache.max_bytes = 10**6
+    assert writer.lender
+    lender = writer.lender
+
+    async def run() -> None:
+        (answer,) = (await rig.pipeline.encode([rig.media(128)], "float32", 20, lend=True)).values()
+        assert isinstance(answer, Embedding)
+        assert isinstance(answer.data, np.ndarray)
+        assert lender.holds(answer.data)
+        assert (writer.cache.bytes, rig.written) == (0, [])
+        await until(lambda: writer.cache.bytes > 0)
+        (hit,) = await rig.encode([rig.media(128)], 20)
+        assert isinstance(hit, Embedding)
+        assert hit.source == "cache"
+        assert torch.equal(tensor(hit), tensor(answer))
+
+    asyncio.run(run())
