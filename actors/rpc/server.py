@@ -168,7 +168,7 @@ class ReplicaServer:
         if (server := self._server) is None or self._endpoint is None:
             return
         self._server = None
-        rows = asyncio.create_task(self._stop_rows(grace_seconds))
+        end = time.monotonic() + grace_seconds
         tasks = [task for stream in self._streams for task in stream.tasks.values()]
         if tasks:
             await asyncio.wait(tasks, timeout=grace_seconds)
@@ -179,12 +179,9 @@ class ReplicaServer:
             if not TICKETS:
                 break
             await asyncio.sleep(0.05)
-        await rows
+        if self._rows:  # last, because clients read the rows of the last answers
+            await asyncio.to_thread(self._rows.stop, max(END_SECONDS, end - time.monotonic()))
         rmtree(Path(self._endpoint.unix).parent, ignore_errors=True)
-
-    async def _stop_rows(self, grace_seconds: float) -> None:
-        if self._rows:
-            await asyncio.to_thread(self._rows.stop, grace_seconds)
 
     async def _calls(
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext

@@ -21,9 +21,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 
 from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge, Unavailable
 from actors.rows.lending import Lender
+from actors.rows.reader import RowsReader
+from actors.rows.server import RowsServer
 from actors.rpc import server as rpc_server
 from actors.rpc.codec import VERSION, EncodeCall, Rows, message_fields, reply_of
 from actors.rpc.server import (
@@ -41,6 +44,7 @@ from actors.types import Bytes, Dtype, Embedding, Media, Reply, SharedBytes, Wor
 from router.replicas.fleet import Replica, ReplicaDied, ReplicaUnreachable, ShardLost
 from router.replicas.rpc import STOPPED, ReplicaChannel, failure
 from tests.unit.fleet import embedding, item, right
+from tests.unit.rows.kept import Dictionary
 
 NODE = "node"
 CALL = EncodeCall([item(1), item(2)], "float16", 3.5, Origin("an id", "a trace"), keep=False)
@@ -532,6 +536,31 @@ def test_rows_are_not_lent_where_they_cannot_be_read() -> None:
             assert ReplicaChannel(endpoint, "another node", borrows=True).borrower is None
             assert ReplicaChannel(endpoint, NODE).borrower is None
             assert not lender.loans
+
+    run(test)
+
+
+def test_rows_can_be_read_until_the_last_call_has_ended() -> None:
+    async def test() -> None:
+        store = Dictionary()
+        name = store.keep(torch.ones(2, 4))
+        encoder = MemoryEncoder()
+        encoder.gate.clear()
+        server = ReplicaServer(encoder, RowsServer(store))
+        endpoint = await server.start(NODE, "127.0.0.1", "actor")
+        channel = ReplicaChannel(endpoint, NODE)
+        calling = asyncio.create_task(encode(channel))
+        await encoder.began.wait()
+        stopping = asyncio.create_task(server.stop(SECONDS))
+        await asyncio.sleep(0.1)
+        reader = await asyncio.to_thread(RowsReader.connect, endpoint.rows)
+        assert reader
+        assert reader.hold(name).shape == (2, 4)
+        reader.close()
+        encoder.gate.set()
+        await calling
+        await stopping
+        assert RowsReader.connect(endpoint.rows) is None
 
     run(test)
 
