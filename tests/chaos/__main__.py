@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from tests.chaos.callers import GPU_TOLERANCE, TOLERANCE, Callers, Phase, known_
 from tests.chaos.faults import ENCODERS, FAULTS, GPU_FAULTS
 from tests.chaos.sources import sources
 from tests.serve.object_store import used
+from tests.serve.wide import wide
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
@@ -98,10 +100,11 @@ def main() -> int:
 
 
 def hardy() -> ServiceOptions:
-    """The tiny service with two ingresses and two routers, whose health is asked for often."""
+    """The tiny service with two ingresses and two routers, whose health is asked for often. Its
+    rows are so wide that those of larger images are lent."""
     return parse(
         {
-            "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
+            "model": wide(Path(mkdtemp())).model_dump(),
             "encoder": {
                 "replicas": ENCODERS,
                 "num_gpus": 0,
