@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.allocator import groups
 from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
-from actors.rows.lending import Lender, groups
+from actors.rows.lending import Lender
 
 MEDIA = ("patches", "later")
 """Inputs that hold the clients' media, item after item. All others are metadata."""
@@ -30,7 +31,7 @@ Copies = Callable[[], Sequence[Tensor]]
 """Waits until rows have been copied to the host, or to separate memory on the device, and returns
 the copies. Nothing else writes to them."""
 SHARED_BLOCK_BYTES = 2**20
-"""Items with smaller rows share a block of host memory."""
+"""Items whose rows are smaller share blocks of host memory, of at most this size."""
 
 
 class Places:
@@ -106,7 +107,6 @@ class Device:
     """Limit of `memory_bytes`, set by `limit`."""
     pace: Pace | None = None
     """Decides when slices of a replay are launched. None: replays are not sliced and never wait."""
-
     lender: Lender | None = None
     """Host memory for rows that are read back, set by `lend`. None: each has memory of its own."""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -139,16 +138,3 @@ class Borrower:
 
     def _give_back(self, slot: int) -> None:
         self._marks[slot] = FREE
-
-
-def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
-    found: list[list[int]] = []
-    room = 0
-    for place, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(place)
-        room -= size
-    return found

@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError
 
+from actors.allocator import groups
 from actors.errors import EmbeddingLost
-from actors.rows.lending import groups
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory takes as long
