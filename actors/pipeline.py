@@ -38,7 +38,7 @@ from actors.media.decoder import Decoder
 from actors.models.precision import rows_digest
 from actors.options import ActorOptions
 from actors.rows.lending import Lender
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import HeldRows
 from actors.spec.video import retained_tokens
 from actors.startup import open_engine
@@ -95,7 +95,7 @@ class Pipeline:
         series: EncoderMetrics,
         spans: Spans,
         sizes: SizesFile | None = None,
-        memory: RowMemory | None = None,
+        memory: BlockMemory | None = None,
     ) -> None:
         """`memory`: gets a copy of the rows of kept embeddings, as far as there is room."""
         self.decoder = decoder
@@ -427,7 +427,7 @@ def open_pipeline(
     memory = None
     if options.encoder.transport == "nixl":
         memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
-    if rows := open_row_memory(options, engine.device.device):
+    if rows := open_block_memory(options, engine.device.device):
         series.reference_device_bytes.set_function(lambda: rows.taken_bytes)
     cache = EmbeddingCache(options.cache.max_bytes, series)
     spec = engine.tower.spec
@@ -456,16 +456,16 @@ def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
     return lender
 
 
-def open_row_memory(options: ActorOptions, device: torch.device) -> RowMemory | None:
+def open_block_memory(options: ActorOptions, device: torch.device) -> BlockMemory | None:
     """Allocates `references.device_bytes`. None: that is 0, or CUDA does not share the memory.
     Raises StartError."""
     size_bytes = options.references.device_bytes
     if not size_bytes:
         return None
     if device.type == "cpu":
-        return RowMemory.shared(size_bytes)
+        return BlockMemory.shared(size_bytes)
     try:
-        memory = RowMemory.on_gpu(size_bytes, device)
+        memory = BlockMemory.on_gpu(size_bytes, device)
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"references.device_bytes is {size_bytes}: the device's memory, or encoder."

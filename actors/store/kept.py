@@ -109,7 +109,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An entry that a reader holds, and its block if its rows are in a RowMemory too."""
+    """An entry that a reader holds, and its block if its rows are in a BlockMemory too."""
 
     name: str
     kept: Kept
@@ -160,7 +160,7 @@ class References:
     def keep(self, kept: Kept, now: float, block: Any = None) -> str:
         """Keeps an embedding and returns its name. Arrays are copied, because they may be views.
 
-        `block`: of a rows.memory.RowMemory, with the same rows. Raises TooLarge, or Overloaded if
+        `block`: of a rows.memory.BlockMemory, with the same rows. Raises TooLarge, or Overloaded if
         held entries leave no room.
         """
         most = self._options.max_bytes

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from actors.rows import protocol, server
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import (
     HOLD,
     REQUEST_BYTES,
@@ -36,7 +36,7 @@ ROWS = torch.arange(3 * 2**20, dtype=torch.int32).view(torch.bfloat16).view(-1, 
 
 @pytest.fixture
 def store() -> Dictionary:
-    return Dictionary(RowMemory.shared(2**25), deepstack=2)
+    return Dictionary(BlockMemory.shared(2**25), deepstack=2)
 
 
 @pytest.fixture
