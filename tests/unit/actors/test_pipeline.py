@@ -1,4 +1,4 @@
-"""An item's way through the actor: bytes in, rows in shared memory out."""
+"""An item's way through the actor: bytes in, rows out."""
 
 from __future__ import annotations
 
