@@ -1,9 +1,11 @@
-"""A first-fit allocator of offsets into memory. It never touches the memory itself."""
+"""A first-fit allocator of offsets into memory, and which items share a block. Neither touches the
+memory itself."""
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
+from collections.abc import Sequence
 
 ALIGNMENT_BYTES = 256  # of offsets and sizes: whole cache lines, and fast to read for a GPU
 
@@ -63,3 +65,16 @@ class Allocator:
 def aligned(size_bytes: int) -> int:
     """The size of a block for this many bytes: at least one unit, so that offsets are unique."""
     return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
+
+
+def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
+    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
+    found: list[list[int]] = []
+    room = 0
+    for place, size in enumerate(sizes):
+        if not found or size > room:
+            found.append([])
+            room = most
+        found[-1].append(place)
+        room -= size
+    return found

@@ -38,7 +38,7 @@ from actors.media.decoder import Decoder
 from actors.models.precision import rows_digest
 from actors.options import ActorOptions
 from actors.rows.lending import Lender
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import HeldRows
 from actors.spec.video import retained_tokens
 from actors.startup import open_engine
@@ -74,8 +74,8 @@ from actors.types import (
 log = logging.getLogger("ray.serve")
 
 ROW_MEMORY_BYTES = 3 * 2**29
-"""Host memory of a replica for rows that are read back. On a GPU, it is pinned at start. While it
-is at most two thirds full, kept rows stay there; the rest is for rows on their way."""
+"""Host memory of a replica that rows are read back into. Pinned at start on a GPU. Kept rows stay
+in it while it is at most two thirds full; the rest is for rows on their way to callers."""
 REPLY_SECONDS = 0.002  # delay of writes after an answer, because they hold the GIL
 NO_TIMINGS = Timings(0.0, 0.0, 0.0)
 NO_BYTES: Bytes = np.empty(0, np.uint8)
@@ -95,7 +95,7 @@ class Pipeline:
         series: EncoderMetrics,
         spans: Spans,
         sizes: SizesFile | None = None,
-        memory: RowMemory | None = None,
+        memory: BlockMemory | None = None,
     ) -> None:
         """`memory`: gets a copy of the rows of kept embeddings, as far as there is room."""
         self.decoder = decoder
@@ -129,14 +129,14 @@ class Pipeline:
 
         Cancelling the call drops the items that have not begun. `keep`: embeddings are kept for a
         while, and answers have a `reference` instead of data. `early`: called with answers as they
-        are ready, except for the last ones, which are returned. `lend`: as far as there is room,
-        rows are in the memory that the device's `lender` lends, instead of Ray's shared memory.
-        Raises Unavailable once closed, because a router may call a replica that has drained.
+        are ready, except for the last ones, which are returned. `lend`: rows may be in row memory
+        instead of Ray's shared memory. Raises Unavailable once closed, because a router may call a
+        replica that has drained.
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
-        batch = RowBatch(self.writer, dtype, lend=lend)
         lend = lend and not keep
+        batch = RowBatch(self.writer, dtype, lend=lend)
         tasks = [
             asyncio.create_task(self._encode(one, dtype, batch, keep=keep, lend=lend))
             for one in media
@@ -212,7 +212,7 @@ class Pipeline:
         return await self._written(found, self.references.held(found).kept)
 
     async def _written(self, name: str, kept: Kept) -> Kept:
-        """Waits until its rows are in shared memory. Raises EmbeddingLost."""
+        """Waits until its rows are in Ray's shared memory. Raises EmbeddingLost."""
         try:
             return replace(kept, embedding=await written(kept.embedding))
         except Exception as error:
@@ -282,12 +282,12 @@ class Pipeline:
         )
 
     def _may_be_written_later(self, media: Media, dtype: Dtype, plan: ItemPlan) -> bool:
-        """Whether the memory that rows are read back into may keep them for now. Not after an
-        `evs_rate`, because the rows are not counted before they are written."""
+        """Whether row memory has room to keep an item's rows until somebody asks for them. Not with
+        an `evs_rate`, because how many rows are left is known only once they are written."""
         lender = self.writer.lender
         if media.evs_rate or media.on_device or lender is None:
             return False
-        if 3 * lender.taken_bytes > 2 * lender.shared.memory.nbytes:
+        if 3 * lender.taken_bytes > 2 * lender.handle.size_bytes:
             return False
         return self._size_bytes(plan, dtype) > INLINE_BYTES
 
@@ -343,7 +343,7 @@ class Pipeline:
             del self._filling[key]
 
     def _unwritten(self, write: Write, item: Item, dtype: Dtype, block: Any = None) -> Embedding:
-        """An embedding that may be answered before its rows are in shared memory.
+        """An embedding that may be answered before its rows are in Ray's shared memory.
 
         They are written once somebody asks for them; after the answer if a cache needs them there,
         or if they are in a block, which may be evicted.
@@ -439,7 +439,7 @@ def open_pipeline(
     memory = None
     if options.encoder.transport == "nixl":
         memory = DeviceMemory(options.encoder.nixl_bytes, engine.device.device, series)
-    if rows := open_row_memory(options, engine.device.device):
+    if rows := open_block_memory(options, engine.device.device):
         series.reference_device_bytes.set_function(lambda: rows.taken_bytes)
     cache = EmbeddingCache(options.cache.max_bytes, series)
     spec = engine.tower.spec
@@ -457,7 +457,7 @@ def open_pipeline(
 
 
 def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
-    """Allocates the memory that rows are read back into. None: the system does not allow it."""
+    """Allocates row memory, and has rows read back into it. None: the system does not allow it."""
     try:
         lender = Lender(ROW_MEMORY_BYTES)
         device.lend(lender)
@@ -468,16 +468,16 @@ def open_lender(device: Device, series: EncoderMetrics) -> Lender | None:
     return lender
 
 
-def open_row_memory(options: ActorOptions, device: torch.device) -> RowMemory | None:
+def open_block_memory(options: ActorOptions, device: torch.device) -> BlockMemory | None:
     """Allocates `references.device_bytes`. None: that is 0, or CUDA does not share the memory.
     Raises StartError."""
     size_bytes = options.references.device_bytes
     if not size_bytes:
         return None
     if device.type == "cpu":
-        return RowMemory.shared(size_bytes)
+        return BlockMemory.shared(size_bytes)
     try:
-        memory = RowMemory.on_gpu(size_bytes, device)
+        memory = BlockMemory.on_gpu(size_bytes, device)
     except torch.OutOfMemoryError as error:
         raise StartError(
             f"references.device_bytes is {size_bytes}: the device's memory, or encoder."

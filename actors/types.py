@@ -291,7 +291,7 @@ class SharedBytes:
     They are lost with the process that wrote them. Rows that were written together share an object.
     """
 
-    object_ref: object  # within the encoder, a kept.PendingWrite while rows are being written
+    object_ref: object  # within the encoder, a kept.PendingWrite until the rows are written
     size_bytes: int
     place: int = 0  # index among the arrays of the object
     others_bytes: int = 0  # size of the other arrays

@@ -1,6 +1,7 @@
 """Encodes items and reads their embeddings in this process. Rows lost on the way are encoded again.
 
-`Router.encode` itself returns references to shared memory, for callers that pass them on.
+`Router.encode` itself returns references to Ray's shared memory, for callers that pass them on,
+unless its router borrows rows.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Router:
     ) -> None:
         """`encoders`: handles of deployments with PinnedRequestRouter. `fingerprint`: the model's;
         replicas of another model are not used. `cache_max_bytes`: size of each replica's cache.
-        `borrows`: rows are read in place where possible, so callers in other processes cannot get
-        them.
+        `borrows`: rows of replicas on this node are read in place, so embeddings must not be passed
+        on to other processes.
         """
         name_requests()
         self._options = options
@@ -96,7 +96,8 @@ class Router:
         """Returns the answers in the order of `media`. Items that fail are answered with their
         error.
 
-        Embeddings above a megabyte are references to shared memory, which here.py reads.
+        Embeddings above a megabyte are references to Ray's shared memory, which here.py reads,
+        unless this router borrows them.
         `origin` identifies the request if the caller is another process. With `keep`, the replicas
         keep the embeddings for a while, and answers have an id in `reference` instead of data.
         Raises Overloaded, TooLarge or Unavailable if the request as a whole is rejected.

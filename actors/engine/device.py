@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from actors.allocator import groups
 from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
-from actors.rows.lending import Lender, groups
+from actors.rows.lending import Lender
 
 MEDIA = ("patches", "later")
 """Inputs that hold the clients' media, item after item. All others are metadata."""
@@ -30,7 +31,7 @@ Copies = Callable[[], Sequence[Tensor]]
 """Waits until rows have been copied to the host, or to separate memory on the device, and returns
 the copies. Nothing else writes to them."""
 SHARED_BLOCK_BYTES = 2**20
-"""Items with smaller rows share a block of host memory."""
+"""Items whose rows are smaller share blocks of host memory, of at most this size."""
 
 
 class Places:
@@ -106,9 +107,8 @@ class Device:
     """Limit of `memory_bytes`, set by `limit`."""
     pace: Pace | None = None
     """Decides when slices of a replay are launched. None: replays are not sliced and never wait."""
-
     lender: Lender | None = None
-    """Host memory for rows that are read back, set by `lend`. None: each has memory of its own."""
+    """Of the row memory, set by `lend`. None: rows are read back into other host memory."""
 
     def __init__(self, slice_seconds: float = 0) -> None:
         """`slice_seconds`: about how long a slice of a replay takes. 0: replays are not sliced."""
@@ -119,13 +119,13 @@ class Device:
         """Limits `memory_bytes` from now on. Does nothing on the CPU. Raises StartError."""
 
     def lend(self, lender: Lender) -> None:
-        """Rows are read back into this memory from now on. Raises RuntimeError or ImportError if
-        the device cannot write to it."""
+        """Reads rows back into this lender's memory from now on. Raises RuntimeError or ImportError
+        if the device cannot write to it."""
         self.lender = lender
 
     def to_host(self, rows: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-        """Starts copying consecutive parts of rows to the host, and returns the copies. A large one
-        has memory of its own, so that it can be freed without the others."""
+        """Starts copying consecutive parts of rows to the host, into row memory if there is room,
+        and returns the copies. A large one has a block of its own, which is freed with it."""
         copies: list[Tensor] = []
         width = rows[:1].nbytes
         for group in groups([length * width for length in lengths], SHARED_BLOCK_BYTES):

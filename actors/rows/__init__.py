@@ -1,2 +1,2 @@
-"""Brings rows to language models without the front door: memory that other processes open, and a
-server of bytes. Knows neither Ray nor vLLM."""
+"""Brings rows to other processes without Ray: memory that routers borrow from or language models
+copy from, and a server of bytes. Knows neither Ray nor vLLM."""

@@ -1,8 +1,10 @@
-"""Lends rows to routers of the node, which read them in place.
+"""Row memory: host memory of an encoder, from which it lends rows to routers on its node, which
+read them in place.
 
-The lender marks each loan in the header of the memory, and the borrower clears the mark when it no
-longer refers to the rows. So no loan ends early because a connection broke, and a finalizer can
-end it, which may neither wait nor lock. The loans of a process end with it.
+Each loan has a slot, which is a byte in the header of the shared memory. The lender marks it, and
+the borrower clears the mark once it no longer refers to the rows. So a loan does not end because a
+connection broke, and giving rows back takes one write, which a finalizer may do: it must neither
+wait nor lock. When a process ends, so do its loans.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import os
 import select
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -26,15 +27,17 @@ LENT, FREE = 1, 0
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    slot: int  # of its mark
+    """Rows that a process may read until it clears the slot."""
+
+    slot: int
     offset: int
     size_bytes: int
 
 
 class Lender:
-    """Host memory for rows, which other processes of the node can read. Thread-safe.
+    """Allocates blocks of row memory, and lends what is in them. Thread-safe.
 
-    A block is free once nobody refers to it, neither here nor in a process that borrowed of it.
+    A block is free once nobody refers to it, neither here nor in a process that borrowed from it.
     """
 
     def __init__(self, size_bytes: int) -> None:
@@ -45,7 +48,7 @@ class Lender:
         self._allocator = Allocator(size_bytes)
         self._slots = list(range(len(self._marks)))
         self._loans: dict[int, tuple[Bytes, int]] = {}
-        """Rows and borrowing process of each slot in use."""
+        """Rows and borrower, a process id, of each slot in use."""
         self._processes: dict[int, int] = {}  # descriptor of each process that borrowed
         self._ended = select.poll()
         self._lock = Lock()
@@ -63,7 +66,7 @@ class Lender:
             return len(self._loans)
 
     def block(self, size_bytes: int) -> Bytes | None:
-        """Uninitialised memory, which views keep too. None: there is no room now."""
+        """Uninitialised memory, which its views keep too. None: there is no room now."""
         with self._lock:
             offset = self._allocator.take(size_bytes)
             if offset is None:
@@ -80,8 +83,8 @@ class Lender:
         return self._offset(rows) is not None
 
     def lend(self, rows: Bytes, process: int) -> Loan | None:
-        """Keeps the block of these rows until the process gives them back or ends. None: they are
-        not in a block, all slots are in use, or there is no such process."""
+        """Keeps the block of these rows until `process` gives them back or ends. None: they are not
+        in a block, all slots are in use, or there is no such process."""
         if (offset := self._offset(rows)) is None:
             return None
         with self._lock:
@@ -125,31 +128,18 @@ class Lender:
 
 
 class Borrower:
-    """The other end, in a router."""
+    """The row memory of an encoder, opened in a router."""
 
     def __init__(self, handle: MemoryHandle) -> None:
-        """Raises OSError, ValueError: it is another machine's or another user's memory."""
+        """Raises OSError or ValueError, as for memory of another machine, container or user."""
         self._shared = open_shared(handle, writable=False)
         self._marks = self._shared.header
 
     def rows(self, loan: Loan) -> Bytes:
-        """The rows, read-only, which are given back once nobody refers to them."""
+        """The rows, read-only. They are given back once nobody refers to them."""
         rows = self._shared.part(loan.offset, loan.size_bytes)
         weakref.finalize(rows, self._give_back, loan.slot).atexit = False
         return rows
 
     def _give_back(self, slot: int) -> None:
         self._marks[slot] = FREE
-
-
-def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
-    found: list[list[int]] = []
-    room = 0
-    for place, size in enumerate(sizes):
-        if not found or size > room:
-            found.append([])
-            room = most
-        found[-1].append(place)
-        room -= size
-    return found

@@ -20,7 +20,7 @@ from actors.rows.protocol import MemoryHandle
 from actors.rows.shared import make_shared, open_shared
 
 
-class RowMemory:
+class BlockMemory:
     """Allocates blocks of a piece of memory. A block is free again once nobody refers to its
     tensor; views of it do not count. Thread-safe."""
 

@@ -40,7 +40,7 @@ SLOW_BYTES_PER_SECOND = 20e6
 
 @dataclass(frozen=True, slots=True)
 class MemoryHandle:
-    """How another process opens the memory: see memory.py."""
+    """How another process opens memory: see memory.py and shared.py."""
 
     kind: Literal["cuda", "shared"]
     where: str

@@ -127,20 +127,21 @@ class RowsReader:
         self, verb: bytes, calls: Sequence[tuple[str, memoryview | None]]
     ) -> list[dict[str, Any] | RowsRefused]:
         """Sends requests together, and then receives their answers."""
-        for name, _ in calls:
-            halves = name.split(".")
-            valid = name.isascii() and all(len(half) == NAME_BYTES for half in halves)
-            if not valid or len(halves) != (2 if verb == TAKE else 1):
-                raise RowsRefused("this is not an id of an embedding")
+        halves = 2 if verb == TAKE else 1
+        right = [is_name(name, halves) for name, _ in calls]
+        names = (name for (name, _), sent in zip(calls, right, strict=True) if sent)
         begin = bytes([VERSION]) + verb
-        requests = b"".join(begin + name.replace(".", "").encode() for name, _ in calls)
+        requests = b"".join(begin + name.replace(".", "").encode() for name in names)
         with self._lock:
             if self._closed:
                 raise ConnectionError("the connection to the replica was lost")
             try:
                 # In one system call, because the replica may not read before its answer is read.
                 send(self._channel, memoryview(requests))
-                return [self._answer(target) for _, target in calls]
+                return [
+                    self._answer(target) if sent else RowsRefused("this is not an id")
+                    for (_, target), sent in zip(calls, right, strict=True)
+                ]
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
 
@@ -157,6 +158,11 @@ class RowsReader:
     def _lost(self, error: Exception) -> ConnectionError:
         self.close()
         return ConnectionError(f"the connection to the replica was lost: {error}")
+
+
+def is_name(name: str, halves: int) -> bool:
+    found = name.split(".")
+    return name.isascii() and len(found) == halves and {len(half) for half in found} == {NAME_BYTES}
 
 
 def owner(channel: socket.socket) -> int:

@@ -1,7 +1,7 @@
 """Memory that processes of one user share: a file without a name, which each of them maps.
 
-It begins with a header of one page, which begins with a key in hexadecimal; the rest of the header
-is free for the processes that share it. Knows no torch.
+It begins with a header of one page. The header begins with a key in hexadecimal, and the processes
+may use the rest of it. Knows no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from actors.rows.protocol import MemoryHandle
 
 HEADER_BYTES, KEY_BYTES = 4096, 64
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = npt.NDArray[np.uint8]  # types.Bytes, which the client's wheel does not have
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class SharedMemory:
     memory: Bytes
 
     def part(self, offset: int, size_bytes: int) -> Bytes:
-        """A part of the memory. Its views refer to it; those of a slice would refer to the whole
-        memory, so that finalizers of the slice would run too early."""
+        """A part of the memory. Not a slice, because views of a slice refer to the whole memory, so
+        finalizers of the slice would run while its views are still in use."""
         return np.frombuffer(self.memory.data, np.uint8, size_bytes, offset)
 
 
@@ -48,8 +48,8 @@ def make_shared(name: str, size_bytes: int) -> tuple[SharedMemory, MemoryHandle]
 
 
 def open_shared(handle: MemoryHandle, *, writable: bool) -> SharedMemory:
-    """Maps the memory of another process. `writable`: besides the header. Raises OSError,
-    ValueError."""
+    """Maps the memory of another process. `writable`: also the memory, not only its header. Raises
+    OSError, ValueError."""
     protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     file = os.open(handle.where, os.O_RDWR | os.O_CLOEXEC)
     try:

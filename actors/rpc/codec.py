@@ -1,8 +1,8 @@
 """Converts between dataclasses of the service and messages of replica.proto.
 
 Fields are converted by name, so a new field only needs a line in the .proto;
-tests/unit/router/test_codec.py compares the two. Rows in shared memory never enter a message,
-because an object reference that is serialised outside of Ray is never released.
+tests/unit/router/test_codec.py compares the two. References to Ray's shared memory never enter a
+message, because one that is serialised outside of Ray is never released.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class EncodeCall:
     waiting_per_sent: float = 0
     early: bool = False
     borrower: int = 0
-    """Process that reads rows in place. 0: they are put into Ray's shared memory."""
+    """The router's process, which reads rows in place. 0: it cannot."""
     tell: bool = False
     """Not an argument of it. RouterStream sends this router Load messages from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """The rows of a message's embeddings that are not in the message."""
+class ReceivedRows:
+    """The rows of a message's embeddings that are not in the message: see server.SentRows."""
 
     shared: Sequence[SharedBytes] = ()  # those of its ticket
     lent: Sequence[Bytes] = ()  # those of its loans
@@ -136,7 +136,7 @@ def reply_fields(reply: Reply, put: Callable[[Any], Fields]) -> Fields:
     }
 
 
-def reply_of(message: pb.EncodeReply, rows: Rows) -> Reply:
+def reply_of(message: pb.EncodeReply, rows: ReceivedRows) -> Reply:
     """The inverse of reply_fields."""
     answers: list[Answer] = [
         error_of(one.error) if one.HasField("error") else embedding_of(one.embedding, rows)
@@ -153,7 +153,7 @@ def kept_fields(kept: Kept, put: Callable[[Any], Fields]) -> Fields:
     }
 
 
-def kept_of(message: pb.Kept, rows: Rows) -> Kept:
+def kept_of(message: pb.Kept, rows: ReceivedRows) -> Kept:
     return Kept(from_message(message.media, Media), embedding_of(message.embedding, rows))
 
 
@@ -163,7 +163,7 @@ def embedding_fields(embedding: Embedding, put: Callable[[Any], Fields]) -> Fiel
     return others | put(embedding.data)
 
 
-def embedding_of(message: pb.Embedding, rows: Rows) -> Embedding:
+def embedding_of(message: pb.Embedding, rows: ReceivedRows) -> Embedding:
     found = {name: read(message) for name, read in _readers(Embedding) if name != "data"}
     return Embedding(rows.of(message), **found)
 

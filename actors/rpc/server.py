@@ -69,7 +69,7 @@ COMMON_OPTIONS = [
 ]
 
 TICKETS: dict[str, list[SharedBytes]] = {}
-"""Rows in shared memory by ticket, until they are taken or the ticket expires."""
+"""Rows in Ray's shared memory by ticket, until they are taken or the ticket expires."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +79,12 @@ class Endpoint:
     node: str  # Ray's id of the node
     unix: str  # path of the socket
     tcp: str  # address and port
-    actor: str  # name of the replica's Ray actor, which hands over rows in shared memory
+    actor: str  # name of the replica's Ray actor, which hands over rows in Ray's shared memory
     token: str = field(repr=False)
     version: int = VERSION
     rows_unix: str = ""
     rows_tcp: str = ""
-    memory: MemoryHandle | None = None  # where routers on its node read rows
+    memory: MemoryHandle | None = None  # where routers on its node read lent rows
 
     @property
     def metadata(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class ReplicaServer:
         lender: Lender | None = None,
     ) -> None:
         """`encoder`: an actors.encoder.Encoder, which imports this file. `rows`: starts and stops
-        with this one. `lender`: of the memory with the encoder's rows."""
+        with this one. `lender`: lends the encoder's rows to routers on its node."""
         self._encoder = encoder
         self._lender = lender
         self._rows = rows
@@ -229,7 +229,7 @@ class ReplicaServer:
         return pb.Load(outstanding_patches=patches, outstanding_pairs=pairs)
 
     def _ticket(self, shared: list[SharedBytes]) -> str:
-        """A ticket for rows in shared memory, which are kept until it is exchanged or expires."""
+        """A ticket for rows in Ray's shared memory, kept until it is exchanged or expires."""
         if not shared:
             return ""
         ticket = token_hex(16)
@@ -241,7 +241,7 @@ class ReplicaServer:
         call = from_message(request, EncodeCall)
 
         def fields(reply: Reply) -> Fields:
-            rows = RowsPut(self._lender, call.borrower)
+            rows = SentRows(self._lender, call.borrower)
             answered = reply_fields(reply, rows.put)
             return answered | {"ticket": self._ticket(rows.shared), "loans": rows.loans}
 
@@ -264,15 +264,16 @@ class ReplicaServer:
     async def _fetch(self, request: pb.FetchRequest) -> Fields:
         if (kept := await self._encoder.fetch(request.name)) is None:
             return {}
-        rows = RowsPut()
+        rows = SentRows()
         return {"kept": kept_fields(kept, rows.put), "ticket": self._ticket(rows.shared)}
 
     async def _release(self, request: pb.ReleaseRequest) -> Fields:
         return {"released": await self._encoder.release(request.name)}
 
 
-class RowsPut:
-    """Puts the rows of a reply where its router can read them."""
+class SentRows:
+    """The rows of a reply, put where its router can read them: into memory that is lent, Ray's
+    shared memory, or the message."""
 
     def __init__(self, lender: Lender | None = None, borrower: int = 0) -> None:
         self.shared: list[SharedBytes] = []
@@ -281,7 +282,7 @@ class RowsPut:
         self._borrower = borrower
 
     def put(self, data: Data) -> Fields:
-        """The field that says where they are."""
+        """Returns the field of the message that says where the rows are."""
         if self._lender and isinstance(data, np.ndarray) and data.nbytes > INLINE_BYTES:
             if loan := self._lender.lend(data, self._borrower):
                 self.loans.append(asdict(loan))

@@ -1,1 +1,1 @@
-"""Embeddings outside the engine: shared memory, the cache, references."""
+"""Embeddings outside the engine: Ray's shared memory, the cache, references."""

@@ -21,7 +21,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, Media, SharedBytes
 
 Write = Callable[[], Coroutine[Any, Any, Embedding]]
-"""Writes rows to shared memory."""
+"""Writes rows to Ray's shared memory."""
 Key = tuple[str, ...]  # the model's fingerprint and `Media.identity`
 
 ID_BYTES = 24  # of each half of a name
@@ -109,7 +109,7 @@ class Kept:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """An entry that a reader holds, and its block if its rows are in a RowMemory too."""
+    """An entry that a reader holds, and its block if its rows are in a BlockMemory too."""
 
     name: str
     kept: Kept
@@ -160,7 +160,7 @@ class References:
     def keep(self, kept: Kept, now: float, block: Any = None) -> str:
         """Keeps an embedding and returns its name. Arrays are copied, because they may be views.
 
-        `block`: of a rows.memory.RowMemory, with the same rows. Raises TooLarge, or Overloaded if
+        `block`: of a rows.memory.BlockMemory, with the same rows. Raises TooLarge, or Overloaded if
         held entries leave no room.
         """
         most = self._options.max_bytes
@@ -313,10 +313,10 @@ class References:
 
 
 class PendingWrite:
-    """Takes the place of Ray's reference in a SharedBytes until the rows are in shared memory.
+    """Takes the place of Ray's reference in a SharedBytes until rows are in Ray's shared memory.
 
-    Most kept rows are read from this process, or released, before anybody asks for them in shared
-    memory. Ray takes a millisecond per object, holds the GIL meanwhile, and copies the rows.
+    Most kept rows are read from this process, or released, before any router fetches them. Ray
+    takes a millisecond per object, holds the GIL meanwhile, and copies the rows.
     """
 
     def __init__(self, write: Write, rows: Bytes | None) -> None:
@@ -327,7 +327,7 @@ class PendingWrite:
         self._writing: asyncio.Task[Embedding] | None = None
 
     def embedding(self) -> asyncio.Task[Embedding]:
-        """Writes the rows, unless that has begun. The task's result refers to shared memory."""
+        """Writes the rows, unless that has begun. The task's result refers to Ray's memory."""
         if self._write:
             self._writing = asyncio.create_task(self._write())
             self._writing.add_done_callback(self._done)

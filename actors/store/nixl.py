@@ -23,7 +23,7 @@ from torch import Tensor
 
 from actors.errors import ConfigError, EmbeddingLost, StartError
 from actors.options import Transport
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
@@ -51,7 +51,7 @@ class DeviceMemory:
         if self._stream:
             set_nixl_cuda_stream(self._stream)  # otherwise each put waits for the whole device
         self._metrics = metrics
-        self._memory = RowMemory(memory)
+        self._memory = BlockMemory(memory)
         self._lock = Lock()
         metrics.nixl_bytes.set_function(lambda: self._memory.taken_bytes)
 

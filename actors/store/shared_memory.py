@@ -1,9 +1,9 @@
 """Embeddings in Ray's shared memory: written once by the encoder, read in place by consumers.
 
-Rows up to INLINE_BYTES travel by value, larger ones as a reference. The process that wrote an
-object owns it: it is freed when nobody holds a reference any more, and lost with that process.
-References may travel only in Ray's own calls (router.replicas.pinned.by_reference ensures this),
-because over gRPC they would never be released.
+Rows up to INLINE_BYTES travel by value, and larger ones as a reference if they cannot be lent
+(rows/lending.py). The process that wrote an object owns it: it is freed when nobody holds a
+reference any more, and lost with that process. References may travel only in Ray's own calls
+(router.replicas.pinned.by_reference ensures this), because over gRPC they would never be released.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError
 
+from actors.allocator import groups
 from actors.errors import EmbeddingLost
-from actors.rows.lending import groups
 from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedBytes
 
 INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory takes as long

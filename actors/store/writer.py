@@ -1,5 +1,5 @@
-"""Writes encoded rows to shared memory or the device, for answers and the cache to refer to. Also
-converts rows between tensors and bytes, and between dtypes."""
+"""Puts encoded rows where answers and caches refer to them: row memory, Ray's shared memory or the
+device. Also converts rows between tensors and bytes, and between dtypes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RowWriter:
         lender: Lender | None = None,
     ) -> None:
         """`memory`: where rows may stay on the device. `largest_kept_bytes`: the largest object
-        that references can keep. `lender`: of the memory that rows are read back into."""
+        that references can keep. `lender`: of the row memory."""
         self.spec = spec
         self.fingerprint = spec.fingerprint  # stored, because it digests the whole configuration
         self.cache = cache
@@ -105,8 +105,8 @@ class RowWriter:
         return dtype == "float8_e4m3" and not self.caches and not media.evs_rate
 
     def in_place(self, media: Media, item: Item, dtype: Dtype) -> Embedding | None:
-        """The embedding of an item whose rows can be lent as they are. None: others must be made of
-        them."""
+        """The embedding of an item whose rows can be lent from where they were read back to. None:
+        they are elsewhere, or must be converted or pruned."""
         rows = item.rows
         whole = isinstance(rows, Fp8Rows) or (isinstance(rows, Tensor) and dtype == self.spec.dtype)
         if not whole or item.on_device or self.lender is None or media.evs_rate:
@@ -119,8 +119,8 @@ class RowWriter:
     def write(
         self, dtype: Dtype, done: Sequence[tuple[Media, Item]], *, lend: bool = False
     ) -> list[Embedding]:
-        """Writes the rows of encoded items; returns their embeddings in order. `lend`: to memory of
-        the lender, if there is room. Raises what Ray's object store raises."""
+        """Writes the rows of encoded items; returns their embeddings in order. `lend`: into row
+        memory, if there is room. Raises what Ray's object store raises."""
         on_device = [self._left_on_device(media, item, dtype) for media, item in done]
         rest = [pair for pair, left in zip(done, on_device, strict=True) if left is None]
         on_host = iter(self._on_host(dtype, rest, lend=lend))
@@ -188,7 +188,7 @@ class RowWriter:
         return share_together(values, self.together_bytes)
 
     def _lendable(self, lender: Lender, values: Sequence[Bytes]) -> list[Bytes | SharedBytes]:
-        """The values in memory of the lender, or if that is full, in Ray's."""
+        """The values in row memory, or in Ray's shared memory if that is full."""
         found: list[Bytes | SharedBytes] = []
         for one in values:
             if one.nbytes <= INLINE_BYTES or lender.holds(one):

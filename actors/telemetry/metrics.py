@@ -116,7 +116,7 @@ class EncoderMetrics:
             "reference_device_bytes", "Bytes of references.device_bytes in use."
         )
         self.row_memory_bytes = gauge(
-            "row_memory_bytes", "Bytes in use of the memory that rows are read back into."
+            "row_memory_bytes", "Bytes of host memory for rows in use, lent rows among them."
         )
         self.reference_evictions = counter(
             "reference_evictions_total",

@@ -117,7 +117,8 @@ def over_wire(transport: Transport, protocol: Protocol, dtype: Dtype) -> Encode:
 
 
 def by_handle(options: ServiceOptions, dtype: Dtype, timeout_seconds: float) -> Encode:
-    """Reads image headers and calls the Router deployment; embeddings stay in shared memory."""
+    """Reads image headers and calls the Router deployment. Large embeddings are in Ray's shared
+    memory and are not read."""
     from ray import serve
 
     router = serve.get_deployment_handle("Router", APPLICATION)

@@ -29,8 +29,8 @@ Protocol = Literal[
     "handle",
 ]
 """direct and grpc_direct: rows come from the encoders' own ports. grpc: a response is one message.
-reference: embeddings stay in shared memory and ids come back. handle: calls from inside Ray, as a
-language model makes them; embeddings always stay in shared memory."""
+reference: embeddings stay with the encoders and ids come back. handle: calls from inside Ray,
+as a language model makes them; large embeddings are in Ray's shared memory and are not read."""
 
 VARIANTS = 8
 """Number of different pictures, or one of each size if there are more sizes."""

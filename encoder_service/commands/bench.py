@@ -100,7 +100,7 @@ def add_serve(kinds: Any) -> None:
         default="http",
         help="comma-separated list of http, grpc (one message per response), grpc_stream, direct "
         "and grpc_direct (rows come from the encoders' own ports), reference and grpc_reference "
-        "(embeddings stay in shared memory, and ids are returned) and handle (from inside Ray)",
+        "(embeddings stay with the encoders, and ids are returned) and handle (from inside Ray)",
     )
     parser.add_argument(
         "--dtype", default="bfloat16", choices=get_args(Dtype), help="dtype of the embeddings"

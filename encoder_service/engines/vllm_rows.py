@@ -29,7 +29,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from actors.rows.memory import OpenedMemory, OpenedShared, RowMemory, open_memory
+from actors.rows.memory import BlockMemory, OpenedMemory, OpenedShared, open_memory
 from actors.rows.protocol import HeldRows, MemoryHandle, RowsPlace
 from actors.rows.reader import RowsReader
 
@@ -112,7 +112,7 @@ class RowSource:
         self.client = client
         self.check = check
         self.workers = workers
-        self.received = RowMemory.shared(ahead_bytes)
+        self.received = BlockMemory.shared(ahead_bytes)
         self.board = board_of(self.received.header)
         self.readers: dict[str, RowsReader] = {}
         self.avoided: dict[str, float] = {}

@@ -44,9 +44,8 @@ CHANNEL_OPTIONS = [
 STOPPED = "Cancelling all calls"
 """gRPC's message for calls that outlasted the grace period of a stopping server: not a death."""
 
-
-Told = tuple[pb.Outcome, list[Bytes]] | ShardLost
-"""An outcome with the rows that it lends, or why there is none."""
+Arrival = tuple[pb.Outcome, list[Bytes]]
+"""An outcome, and the rows that it lends."""
 
 
 class ReplicaChannel:
@@ -155,33 +154,31 @@ class ReplicaStream:
         self._order: asyncio.Queue[int | None] = asyncio.Queue()
         """Ids of messages in `_unsent`, or that were in it and were dropped. None: the stream has
         ended."""
-        self._waiting: dict[int, asyncio.Queue[Told]] = {}
+        self._waiting: dict[int, asyncio.Queue[Arrival | ShardLost]] = {}
         self._writer: asyncio.Task[None] | None = None
         self._reader = detached(self._read(channel, token))
 
-    async def outcomes(
-        self, number: int, call: bytes
-    ) -> AsyncGenerator[tuple[pb.Outcome, list[Bytes]]]:
-        """Sends a call and yields its outcomes, with the rows that each lends. Cancels the call if
-        not all of them are taken. Raises ShardLost."""
-        found: asyncio.Queue[Told] = asyncio.Queue()
+    async def outcomes(self, number: int, call: bytes) -> AsyncGenerator[Arrival]:
+        """Sends a call and yields its outcomes. Cancels the call if not all of them are taken.
+        Raises ShardLost."""
+        found: asyncio.Queue[Arrival | ShardLost] = asyncio.Queue()
         self._waiting[number] = found
         self._send(number, call)
-        told: Told | None = None
+        arrival: Arrival | ShardLost | None = None
         more = True
         try:
             while more:
-                told = await found.get()
-                if isinstance(told, ShardLost):
+                arrival = await found.get()
+                if isinstance(arrival, ShardLost):
                     more = False
-                    raise told
-                more = is_early(told[0])
-                yield told
+                    raise arrival
+                more = is_early(arrival[0])
+                yield arrival
         finally:
             self._waiting.pop(number, None)
             if more and self._unsent.pop(number, None) is None:  # it was sent
                 self._send(number, serialized(pb.Call(id=number, cancel={})))
-            told = None  # else a failure's traceback would refer to it, in a cycle
+            arrival = None  # else a failure's traceback would refer to it, in a cycle
 
     def _send(self, number: int, message: bytes) -> None:
         if not self.ended:
@@ -208,7 +205,7 @@ class ReplicaStream:
                     load = outcome.load
                     self._heard(Work(load.outstanding_patches, load.outstanding_pairs))
                 else:
-                    # Also if nobody waits for it any more, because this gives the rows back.
+                    # Borrowed even if nobody waits, because only the borrower can give them back.
                     lent = self._borrowed(outcome)
                     if waiting := self._waiting.get(outcome.id):
                         waiting.put_nowait((outcome, lent))
@@ -232,17 +229,17 @@ class ReplicaStream:
     def _borrowed(self, outcome: pb.Outcome) -> list[Bytes]:
         if not outcome.HasField("encode") or not outcome.encode.loans:
             return []
-        assert self._borrower, "rows lent to a router that did not ask for it. This is a bug."
+        assert self._borrower, "rows were lent to a router that did not ask for it. This is a bug."
         return [self._borrower.rows(from_message(one, Loan)) for one in outcome.encode.loans]
 
 
 def borrower_of(endpoint: Endpoint) -> Borrower | None:
-    """None: the replica lends nothing, or its memory cannot be opened here, such as that of another
-    container."""
+    """None: the replica lends nothing, or its memory cannot be opened here, for example because it
+    is in another container."""
     try:
         return Borrower(endpoint.memory) if endpoint.memory else None
     except (OSError, ValueError) as error:
-        log.info("rows of this node go through Ray: their memory cannot be opened: %s", error)
+        log.info("rows of this node go through Ray, as their memory cannot be opened: %s", error)
         return None
 
 

@@ -1,7 +1,7 @@
 """The encoder replicas of Serve deployments: gRPC for calls, Ray and Serve for everything else.
 
-Serve reports which replicas there are, and is notified of those that died. Rows in shared memory
-are handed over by a Ray call, because object references only travel through Ray.
+Serve reports which replicas there are, and is notified of those that died. Rows in Ray's shared
+memory are handed over by a Ray call, because object references only travel through Ray.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import NotFound, Unavailable
 from actors.rows.protocol import RowsPlace
-from actors.rpc.codec import EncodeCall, Fields, Rows, kept_of, message_fields, reply_of
+from actors.rpc.codec import EncodeCall, Fields, ReceivedRows, kept_of, message_fields, reply_of
 from actors.rpc.server import take
 from actors.store.kept import Kept
 from actors.telemetry.tracing import ORIGIN, Spans
@@ -49,9 +49,9 @@ LOST = (
 """What Ray raises if the replica is at fault, not the request."""
 
 GRACE_SECONDS = 1.0  # how much longer than its items a call may take as a whole
-TAKE_SECONDS = 10.0  # time limit for handing over rows in shared memory
+TAKE_SECONDS = 10.0  # time limit for handing over rows in Ray's shared memory
 FETCH_SECONDS = 5.0
-"""Time limit for a fetch or a release. A fetch may wait until rows are written to shared memory."""
+"""Time limit for a fetch or a release. A fetch may wait until its rows have been written."""
 CONFIRM_SECONDS, CONFIRMATIONS = 0.5, 10
 """Interval and number of questions to Serve whether an unreachable replica is dead."""
 LOCAL, REMOTE = "local", "remote"
@@ -74,7 +74,7 @@ class ServeFleet:
         borrows: bool = False,
     ) -> None:
         """`fingerprint`: the model's. Replicas of another one are left out, as in a rollout.
-        `borrows`: rows of replicas on this node are read in place, so their embeddings cannot be
+        `borrows`: rows of replicas on this node are read in place, so their embeddings must not be
         passed on to other processes."""
         self._spans = spans or Spans()
         self._metrics = metrics or RouterMetrics()
@@ -170,7 +170,7 @@ class ServeFleet:
             request = message_fields(call)
             where = self._where(replica)  # before the call, because the replica may not outlive it
 
-            def received(message: Any, rows: Rows) -> Reply:
+            def received(message: Any, rows: ReceivedRows) -> Reply:
                 reply = reply_of(message, rows)
                 found = [one for one in reply.answers if isinstance(one, Embedding)]
                 self._metrics.bytes.labels("rows", where).inc(sum(one.size_bytes for one in found))
@@ -254,8 +254,8 @@ class ServeFleet:
         method: str,
         request: Fields,
         timeout_seconds: float | None = None,
-        early: Callable[[Any, Rows], None] | None = None,
-    ) -> tuple[Any, Rows]:
+        early: Callable[[Any, ReceivedRows], None] | None = None,
+    ) -> tuple[Any, ReceivedRows]:
         """Returns the reply and its rows that are not in the message. `early` is called with those
         of replies before the last."""
         # Before the call, because a draining replica still answers but is no longer listed.
@@ -263,14 +263,14 @@ class ServeFleet:
 
         async def take_early(reply: Any, lent: list[Bytes]) -> None:
             assert early, "a reply in parts that nobody asked for. This is a bug."
-            early(reply, Rows(await hand_over.take(reply.ticket), lent))
+            early(reply, ReceivedRows(await hand_over.take(reply.ticket), lent))
 
         try:
             reply, lent = await channel.call(method, request, timeout_seconds, take_early)
         except ShardLost:
             self._confirm(replica)
             raise
-        return reply, Rows(await hand_over.take(getattr(reply, "ticket", "")), lent)
+        return reply, ReceivedRows(await hand_over.take(getattr(reply, "ticket", "")), lent)
 
     def _connection(self, replica: str) -> tuple[ReplicaChannel, HandOver]:
         """The connection to a replica, which is opened by the first call."""
@@ -310,7 +310,7 @@ class ServeFleet:
 
 
 class HandOver:
-    """Exchanges tickets of one replica for rows in shared memory.
+    """Exchanges tickets of one replica for rows in Ray's shared memory.
 
     One call at a time takes all tickets that arrived meanwhile, because a Ray call costs
     milliseconds. It is not a call of a Serve handle, because handles stream their answers, and
@@ -326,7 +326,7 @@ class HandOver:
         self._taking: asyncio.Task[None] | None = None
 
     async def take(self, ticket: str) -> list[SharedBytes]:
-        """The rows in shared memory that a ticket stands for; "": none. Raises ShardLost."""
+        """The rows in Ray's shared memory that a ticket stands for; "": none. Raises ShardLost."""
         if not ticket:
             return []
         rows: asyncio.Future[list[SharedBytes]] = asyncio.Future()

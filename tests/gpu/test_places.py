@@ -25,7 +25,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.rows.memory import OpenedShared, RowMemory
+from actors.rows.memory import BlockMemory, OpenedShared
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader
 from encoder_service.engines.vllm_rows import OPEN, RECEIVED, RowLoader, RowsAt, board_of, column
@@ -58,7 +58,7 @@ def keep(visible: str, folder: str, told: Connection) -> None:
     """The process of an encoder. Ends when it is told anything."""
     os.environ["CUDA_VISIBLE_DEVICES"] = visible
     device = torch.device("cuda", 0)
-    memory = RowMemory.on_gpu(MEMORY_BYTES, device)
+    memory = BlockMemory.on_gpu(MEMORY_BYTES, device)
     assert memory.handle, "CUDA shares it"
     store = Dictionary(memory)
     # Every other one from the host, as the rows of a cache.
@@ -114,7 +114,7 @@ class Consumer:
     def __init__(self) -> None:
         self.device = torch.device("cuda", 0)
         torch.zeros(1, device=self.device)  # before that, torch takes no memory for pinned
-        self.received = RowMemory.shared(2 * SIZE_BYTES)
+        self.received = BlockMemory.shared(2 * SIZE_BYTES)
         self.loader = RowLoader(0, self.device, torch.bfloat16)
         assert self.received.handle
         self.memories = {RECEIVED: self.received.handle}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from ray.serve.handle import DeploymentHandle
 
+from actors.allocator import groups
 from actors.errors import EmbeddingLost
-from actors.rows.lending import groups
 from actors.store.shared_memory import (
     INLINE_BYTES,
     MOST_TOGETHER_BYTES,

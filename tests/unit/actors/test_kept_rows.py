@@ -30,8 +30,8 @@ from actors.options import (
     SharedCacheOptions,
     validated,
 )
-from actors.pipeline import Pipeline, open_pipeline, open_row_memory
-from actors.rows.memory import RowMemory, open_memory
+from actors.pipeline import Pipeline, open_block_memory, open_pipeline
+from actors.rows.memory import BlockMemory, open_memory
 from actors.rows.reader import RowsReader, RowsRefused
 from actors.rows.server import RowsServer
 from actors.store import writer as writing
@@ -507,13 +507,13 @@ def test_a_write_that_fails_is_told_to_its_reader(
 
 
 def test_memory_that_the_device_lacks_is_a_start_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(size_bytes: int, device: torch.device) -> RowMemory:
+    def full(size_bytes: int, device: torch.device) -> BlockMemory:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(RowMemory, "on_gpu", full)
+    monkeypatch.setattr(BlockMemory, "on_gpu", full)
     with pytest.raises(StartError, match=r"references\.device_bytes is 1000"):
-        open_row_memory(options(1000), torch.device("cuda"))
-    assert open_row_memory(options(0), CPU) is None
+        open_block_memory(options(1000), torch.device("cuda"))
+    assert open_block_memory(options(0), CPU) is None
 
 
 def test_more_than_the_whole_gpu_memory_is_refused() -> None:

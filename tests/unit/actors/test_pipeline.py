@@ -1,4 +1,4 @@
-"""An item's way through the actor: bytes in, rows in shared memory out."""
+"""An item's way through the actor: bytes in, rows out."""
 
 from __future__ import annotations
 
@@ -385,6 +385,21 @@ def test_several_items_are_answered_before_they_are_written(kept: Kept) -> None:
         kept.gate.set()
         for name in names:
             assert await kept.rig.pipeline.fetch(name)
+
+    asyncio.run(run())
+
+
+def test_kept_rows_are_written_for_a_fetch_though_the_router_borrows(kept: Kept) -> None:
+    """Lent rows would be copied into the answer to the fetch, which refers to no loan."""
+    kept.gate.set()
+
+    async def run() -> None:
+        media = [kept.rig.media(128)]
+        call = kept.rig.pipeline.encode(media, "float32", 20, keep=True, lend=True)
+        (answer,) = (await call).values()
+        assert isinstance(answer, Embedding)
+        assert await kept.rig.pipeline.fetch(answer.reference.partition(".")[2])
+        assert kept.rig.written
 
     asyncio.run(run())
 

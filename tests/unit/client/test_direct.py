@@ -20,7 +20,7 @@ import torch
 from actors.options import ReferenceOptions
 from actors.pipeline import NO_BYTES
 from actors.rows import reader
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import RowsPlace
 from actors.rows.reader import RowsReader
 from actors.store.kept import Kept
@@ -45,7 +45,7 @@ class Keeping(Fleet):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = Dictionary(RowMemory.shared(2**20))
+        self.store = Dictionary(BlockMemory.shared(2**20))
         self.kept: dict[str, Kept] = {}
         self.at = RowsPlace("", "")
         self.name = "replica"

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import RowsPlace
 from actors.rows.server import RowsServer
 from actors.store.kept import Kept
@@ -55,7 +55,7 @@ def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 class Keeping(Distinct):
     """Keeps what it is asked to, as a replica does."""
 
-    def __init__(self, memory: RowMemory | None = None) -> None:
+    def __init__(self, memory: BlockMemory | None = None) -> None:
         super().__init__()
         self.store = Dictionary(memory, deepstack=2)
         self.kept: dict[str, Kept] = {}
@@ -98,7 +98,7 @@ class Encoders:
     """The service, with a replica whose rows server can be reached."""
 
     def __init__(self, folder: Path) -> None:
-        self.memory = RowMemory.shared(2**20)
+        self.memory = BlockMemory.shared(2**20)
         self.fleet = Keeping(self.memory)
         self.store = self.fleet.store
         self.folder = folder

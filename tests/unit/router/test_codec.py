@@ -14,7 +14,7 @@ from actors.errors import EncodeFailed, InvalidMedia, Overloaded, TooLarge, Unav
 from actors.rpc import replica_pb2 as pb
 from actors.rpc.codec import (
     EncodeCall,
-    Rows,
+    ReceivedRows,
     embedding_fields,
     error_fields,
     error_of,
@@ -25,7 +25,7 @@ from actors.rpc.codec import (
     reply_fields,
     reply_of,
 )
-from actors.rpc.server import RowsPut
+from actors.rpc.server import SentRows
 from actors.store.kept import Kept
 from actors.telemetry.tracing import Origin
 from actors.types import (
@@ -127,11 +127,11 @@ def test_a_call_survives(call: EncodeCall) -> None:
 def test_a_reply_survives_and_its_shared_rows_stay_outside(
     answers: list[Answer], patches: int, pairs: int
 ) -> None:
-    rows = RowsPut()
+    rows = SentRows()
     sent = pb.EncodeReply(
         **reply_fields(Reply(answers, patches, pairs), rows.put)
     ).SerializeToString()
-    found = reply_of(pb.EncodeReply.FromString(sent), Rows(rows.shared))
+    found = reply_of(pb.EncodeReply.FromString(sent), ReceivedRows(rows.shared))
     assert (found.outstanding_patches, found.outstanding_pairs) == (patches, pairs)
     assert len(found.answers) == len(answers)
     assert all(map(same, answers, found.answers))
@@ -141,9 +141,9 @@ def test_a_reply_survives_and_its_shared_rows_stay_outside(
 
 @given(MEDIA, EMBEDDINGS)
 def test_what_is_kept_survives(media: Media, embedding: Embedding) -> None:
-    kept, rows = Kept.of(media, embedding), RowsPut()
+    kept, rows = Kept.of(media, embedding), SentRows()
     sent = pb.Kept(**kept_fields(kept, rows.put)).SerializeToString()
-    found = kept_of(pb.Kept.FromString(sent), Rows(rows.shared))
+    found = kept_of(pb.Kept.FromString(sent), ReceivedRows(rows.shared))
     assert found.media == kept.media
     assert same(found.embedding, kept.embedding)
 
@@ -188,4 +188,4 @@ def test_rows_on_a_device_are_refused() -> None:
     rows: Any = ReceivedBytes(object())
     one = Embedding(rows, "float32", (1, 1), (1, 1, 1), "graph", Timings(0, 0, 0))
     with pytest.raises(TypeError, match="ReceivedBytes"):
-        embedding_fields(one, RowsPut().put)
+        embedding_fields(one, SentRows().put)

@@ -28,7 +28,7 @@ from actors.rows.lending import Lender
 from actors.rows.reader import RowsReader
 from actors.rows.server import RowsServer
 from actors.rpc import server as rpc_server
-from actors.rpc.codec import VERSION, EncodeCall, Rows, message_fields, reply_of
+from actors.rpc.codec import VERSION, EncodeCall, ReceivedRows, message_fields, reply_of
 from actors.rpc.server import (
     METADATA_KEY,
     TICKETS,
@@ -137,7 +137,7 @@ async def opened(
 
 async def encode(channel: ReplicaChannel, call: EncodeCall = CALL, seconds: float = 10) -> Reply:
     message, _ = await channel.call("encode", message_fields(call), seconds)
-    return reply_of(message, Rows())
+    return reply_of(message, ReceivedRows())
 
 
 @pytest.fixture(params=[True, False], ids=["unix", "tcp"])
@@ -183,7 +183,7 @@ def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
             heard = asyncio.Event()
 
             async def early(message: Any, _: list[Bytes]) -> None:
-                found.append(reply_of(message, Rows()))
+                found.append(reply_of(message, ReceivedRows()))
                 heard.set()
 
             encoder.gate.clear()
@@ -201,7 +201,7 @@ def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
                     await calling
             else:
                 message, _ = await calling
-                found.append(reply_of(message, Rows()))
+                found.append(reply_of(message, ReceivedRows()))
                 assert found[-1].places == (2,)
                 assert found[-1].outstanding_patches == 7
             for place, part in enumerate(found):
@@ -495,7 +495,7 @@ def test_large_rows_are_lent_and_given_back() -> None:
         async with lending() as (encoder, lender, channel):
             message, lent = await channel.call("encode", message_fields(BORROWING))
             assert (message.ticket, len(lent), lender.loans) == ("", 1, 1)
-            small, large = reply_of(message, Rows(lent=lent)).answers
+            small, large = reply_of(message, ReceivedRows(lent=lent)).answers
             assert isinstance(small, Embedding)
             assert isinstance(large, Embedding)
             assert large.data is lent[0]

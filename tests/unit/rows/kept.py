@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from actors.errors import EmbeddingLost
-from actors.rows.memory import RowMemory
+from actors.rows.memory import BlockMemory
 from actors.rows.protocol import HeldRows, RowsPlace
 from actors.rows.server import RowsServer
 
@@ -22,7 +22,7 @@ from actors.rows.server import RowsServer
 class Dictionary:
     """A server.RowStore. Only the server's threads change `holds`."""
 
-    memory: RowMemory | None = None
+    memory: BlockMemory | None = None
     deepstack: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
     blocks: dict[str, Tensor] = field(default_factory=dict)

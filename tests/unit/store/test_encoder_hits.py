@@ -27,7 +27,7 @@ from actors.options import (
     ReferenceOptions,
     SharedCacheOptions,
 )
-from actors.rpc.codec import EncodeCall, Rows, message_fields, reply_of
+from actors.rpc.codec import EncodeCall, ReceivedRows, message_fields, reply_of
 from actors.rpc.server import Endpoint
 from actors.spec.checkpoint import find
 from actors.store.kept import References
@@ -167,7 +167,7 @@ def test_serve_awaits_its_end_and_that_of_calls_over_grpc(actor: encoder.Encoder
         channel = ReplicaChannel(endpoint, "node")
         call = EncodeCall([media(actor, 64)], "float16", 30, NOBODY, keep=False)
         reply, _ = await channel.call("encode", message_fields(call))
-        (answer,) = reply_of(reply, Rows()).answers
+        (answer,) = reply_of(reply, ReceivedRows()).answers
         assert isinstance(answer, Embedding)
         stopping = actor.__del__()
         assert stopping

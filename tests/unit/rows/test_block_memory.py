@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from actors.rows.memory import RowMemory, open_memory
+from actors.rows.memory import BlockMemory, open_memory
 from actors.rows.protocol import MemoryHandle
 
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ print(rows.float().sum().item())
 
 
 def test_another_process_reads_rows_in_place() -> None:
-    memory = RowMemory.shared(2**20)
+    memory = BlockMemory.shared(2**20)
     assert memory.handle
     blocks = [memory.take(8 * 4 * 2) for _ in range(3)]
     for number, block in enumerate(blocks):
@@ -44,7 +44,7 @@ def test_another_process_reads_rows_in_place() -> None:
 
 
 def test_a_block_is_free_once_nobody_refers_to_it() -> None:
-    memory = RowMemory.shared(4096)
+    memory = BlockMemory.shared(4096)
     first, second = memory.take(2048), memory.take(2048)
     assert first is not None
     assert second is not None
@@ -60,7 +60,7 @@ def test_a_block_is_free_once_nobody_refers_to_it() -> None:
 
 
 def test_what_is_not_the_memory_that_was_offered_is_not_opened() -> None:
-    memory, other = RowMemory.shared(4096), RowMemory.shared(4096)
+    memory, other = BlockMemory.shared(4096), BlockMemory.shared(4096)
     assert memory.handle
     assert other.handle
     wrong: list[MemoryHandle] = [
