@@ -252,7 +252,8 @@ def soak(
         left["requests that were never answered"] = 1
     watch.stop()
     left |= {
-        "outstanding patches": chaos.rest(lambda: chaos.outstanding(first)),
+        "outstanding patches": chaos.rest(lambda: chaos.total(first, chaos.OUTSTANDING)),
+        "bytes in row memory": chaos.rest(lambda: chaos.total(first, chaos.ROW_MEMORY)),
         "bytes in the object stores": chaos.rest(lambda: max(0, used().bytes - empty)),
     }
     rows = []

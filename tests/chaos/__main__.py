@@ -1,7 +1,8 @@
 """`make chaos`: a real service under load while its parts die. Exits with 1 if a promise is broken.
 
 Promises: every answer is right and in order; no request fails but for those whose own connection or
-ingress was killed; afterwards nothing is outstanding, and the object store is as it was.
+ingress was killed; afterwards nothing is outstanding, the object store is as it was, and row memory
+is empty.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ MAY_FAIL = {
 place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error"). Refusals are no
 answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
 another encoder has its place, or with 504 if rows of over a megabyte were being read."""
+OUTSTANDING, ROW_MEMORY = "encoder_router_outstanding_patches", "encoder_row_memory_bytes"
 STORE_BYTES, GPU_STORE_BYTES = 400_000_000, 4_000_000_000
 
 
@@ -87,14 +89,19 @@ def main() -> int:
             time.sleep(options.seconds)
             rows.append(row(name, seconds, before, during, callers.next_phase()))
         callers.stop()
-        left = rest(lambda: outstanding(where.http))
+        left = rest(lambda: total(where.http, OUTSTANDING))
+        lent = rest(lambda: total(where.http, ROW_MEMORY))
         kept = rest(lambda: max(0, used().bytes - before_bytes))
     console.print(table(rows))
-    console.print(f"outstanding patches at the end: {left:g}; bytes left in the store: {kept:g}")
+    console.print(
+        f"outstanding patches at the end: {left:g}; bytes left in the store: {kept:g}, in row "
+        f"memory: {lent:g}"
+    )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     broken = [one["fault"] for one in rows if one["wrong"] or one["broken"]]
     broken += ["patches left"] * bool(left) + ["store not empty"] * bool(kept)
+    broken += ["row memory not empty"] * bool(lent)
     console.print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
     return 1 if broken else 0
 
@@ -157,9 +164,8 @@ def rest(amount: Callable[[], float]) -> float:
     return left
 
 
-def outstanding(url: str) -> float:
-    """Patches that routers hold, as /metrics say."""
-    series = "encoder_router_outstanding_patches"
+def total(url: str, series: str) -> float:
+    """The sum over all processes, as /metrics says."""
     return sum(value for (name, _), value in scrape(url).items() if name == series)
 
 
