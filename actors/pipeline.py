@@ -34,6 +34,7 @@ from actors.errors import (
     StartError,
     Unavailable,
 )
+from actors.kernels.gemm.fp8 import values
 from actors.media.decoder import Decoder
 from actors.models.precision import rows_digest
 from actors.options import ActorOptions
@@ -47,7 +48,6 @@ from actors.store.kept import (
     Kept,
     PendingWrite,
     References,
-    Write,
     reference_id,
     written,
 )
@@ -135,7 +135,7 @@ class Pipeline:
         """
         if self._closed:
             raise Unavailable("this encoder is stopping: try again")
-        lend = lend and not keep
+        lend = lend and not keep  # kept rows outlive the answer
         batch = RowBatch(self.writer, dtype, lend=lend)
         tasks = [
             asyncio.create_task(self._encode(one, dtype, batch, keep=keep, lend=lend))
@@ -188,20 +188,18 @@ class Pipeline:
         item = await result_of(self.engine.submit(item))
         self._trace_replay(item)
 
-        write = partial(batch.write, media.emptied, item)
         if in_memory and (block := await self._block(media, item, dtype)) is not None:
-            return self._kept(media, self._unwritten(write, item, dtype, block), block)
-        later = self._may_be_written_later(media, dtype, item.plan)
+            return self._kept(media, self._unwritten(media, item, dtype, block), block)
+        later = (keep or self.writer.caches) and self._may_be_written_later(media, item, dtype)
         if keep and later:
-            return self._kept(media, self._unwritten(write, item, dtype))
+            return self._kept(media, self._unwritten(media, item, dtype))
         if lend and (lent := self.writer.in_place(media, item, dtype)):
             if not self.writer.caches:
                 return lent
             if later:
-                cached = RowBatch(self.writer, dtype)
-                self._unwritten(partial(cached.write, media.emptied, item), item, dtype)
+                self._unwritten(media, item, dtype)
                 return lent
-        embedding = await write()
+        embedding = await batch.write(media, item)
         return self._kept(media, embedding) if keep else embedding
 
     async def fetch(self, name: str) -> Kept | None:
@@ -281,15 +279,15 @@ class Pipeline:
             queue_seconds=item.queue_seconds,
         )
 
-    def _may_be_written_later(self, media: Media, dtype: Dtype, plan: ItemPlan) -> bool:
-        """Whether row memory has room to keep an item's rows until somebody asks for them. Not with
-        an `evs_rate`, because how many rows are left is known only once they are written."""
+    def _may_be_written_later(self, media: Media, item: Item, dtype: Dtype) -> bool:
+        """Whether an item's rows are in row memory, and that has room to keep them for now. Not
+        with an `evs_rate`, because how many rows are left is known only once they are written."""
         lender = self.writer.lender
         if media.evs_rate or media.on_device or lender is None:
             return False
-        if 3 * lender.taken_bytes > 2 * lender.handle.size_bytes:
+        if self._size_bytes(item.plan, dtype) <= INLINE_BYTES or not holds_all(lender, item):
             return False
-        return self._size_bytes(plan, dtype) > INLINE_BYTES
+        return 3 * lender.taken_bytes <= 2 * lender.handle.size_bytes
 
     def _fits_memory(self, media: Media, dtype: Dtype) -> bool:
         """Whether an item's rows may be put into `memory`. Blocks have no room for scales, and an
@@ -342,12 +340,14 @@ class Pipeline:
         finally:
             del self._filling[key]
 
-    def _unwritten(self, write: Write, item: Item, dtype: Dtype, block: Any = None) -> Embedding:
+    def _unwritten(self, media: Media, item: Item, dtype: Dtype, block: Any = None) -> Embedding:
         """An embedding that may be answered before its rows are in Ray's shared memory.
 
         They are written once somebody asks for them; after the answer if a cache needs them there,
-        or if they are in a block, which may be evicted.
+        or if they are in a block, which may be evicted. Each has an object of its own, because
+        References has counted it already.
         """
+        write = partial(RowBatch(self.writer, dtype).write, media.emptied, item)
 
         async def after_the_answer(_: Any) -> Embedding:
             await asyncio.sleep(REPLY_SECONDS)
@@ -398,6 +398,13 @@ class Pipeline:
             answer = EncodeFailed(f"the encoder failed on this item: {error}")
         self.series.failures.labels(type(answer).__name__).inc()
         return answer
+
+
+def holds_all(lender: Lender, item: Item) -> bool:
+    """Whether the rows of an encoded item are in the lender's memory, those of all chunks."""
+    parts = item.rows if isinstance(item.rows, tuple) else (item.rows,)
+    tensors = map(values, parts)
+    return all(not one.is_cuda and lender.holds(one.view(torch.uint8).numpy()) for one in tensors)
 
 
 async def result_of(future: Future[Result]) -> Result:

@@ -170,6 +170,30 @@ def test_the_latest_have_room_but_what_is_held_stays(gate: threading.Event) -> N
         of.close()
 
 
+def test_rows_without_a_block_do_not_stay_on_the_device(
+    gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else would limit how much of the device's memory they take."""
+    monkeypatch.setattr("actors.pipeline.INLINE_BYTES", 0)
+
+    async def run() -> None:
+        (held,) = await keep(of, 96)
+        assert await of.hold(held)
+        gate.clear()
+        keeping = asyncio.create_task(keep(of, 64))
+        await asyncio.wait([keeping], timeout=0.3)
+        assert not keeping.done(), "it is written first"
+        gate.set()
+        (second,) = await keeping
+        assert await in_memory(of, second) is None
+
+    of = pipeline(6 * 192 * 4)
+    try:
+        asyncio.run(run())
+    finally:
+        of.close()
+
+
 def test_ids_of_equal_items_share_a_block(gate: threading.Event) -> None:
     async def run() -> None:
         (first,) = await keep(of, 96)

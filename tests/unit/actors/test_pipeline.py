@@ -300,10 +300,10 @@ class Kept:
         monkeypatch.setattr(writing, "share_together", put)
         monkeypatch.setattr("actors.pipeline.INLINE_BYTES", 4000)
 
-    async def keep(self, *widths: int) -> list[str]:
+    async def keep(self, *widths: int, **options: Any) -> list[str]:
         """Encodes these; their names."""
         media = [self.rig.media(width) for width in widths]
-        answers = await self.rig.encode(media, 20, keep=True)
+        answers = await self.rig.encode(media, 20, keep=True, **options)
         for answer in answers:
             assert isinstance(answer, Embedding)
             assert (answer.reference.partition(".")[0], len(answer.data)) == ("one", 0)  # type: ignore[arg-type]
@@ -389,17 +389,35 @@ def test_several_items_are_answered_before_they_are_written(kept: Kept) -> None:
     asyncio.run(run())
 
 
-def test_kept_rows_are_written_for_a_fetch_though_the_router_borrows(kept: Kept) -> None:
-    """Lent rows would be copied into the answer to the fetch, which refers to no loan."""
-    kept.gate.set()
+def test_kept_rows_are_not_lent(kept: Kept) -> None:
+    """They outlive the answer, and other processes fetch them."""
 
     async def run() -> None:
-        media = [kept.rig.media(128)]
-        call = kept.rig.pipeline.encode(media, "float32", 20, keep=True, lend=True)
-        (answer,) = (await call).values()
-        assert isinstance(answer, Embedding)
-        assert await kept.rig.pipeline.fetch(answer.reference.partition(".")[2])
-        assert kept.rig.written
+        lender = kept.rig.pipeline.writer.lender
+        assert lender
+        kept.gate.set()
+        for is_full in (False, True):
+            full = lender.block(lender.shared.memory.nbytes * 2 // 3) if is_full else None
+            for width in (128, 64):
+                (name,) = await kept.keep(width, lend=True)
+                assert await kept.rig.pipeline.fetch(name)
+            del full
+        assert [len(media) for media in kept.rig.written] == [1] * 4
+
+    asyncio.run(run())
+
+
+def test_kept_rows_are_in_objects_of_their_own(kept: Kept) -> None:
+    """Because an object stays as long as one of its embeddings is kept, and each was counted by
+    itself."""
+
+    async def run() -> None:
+        names = await kept.keep(128, 160, 192)
+        fetching = [asyncio.create_task(kept.rig.pipeline.fetch(name)) for name in names]
+        await asyncio.sleep(0)
+        kept.gate.set()
+        await asyncio.gather(*fetching)
+        assert [len(media) for media in kept.rig.written] == [1] * 3
 
     asyncio.run(run())
 
