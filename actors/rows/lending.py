@@ -1,10 +1,10 @@
 """Row memory: host memory of an encoder, from which it lends rows to routers on its node, which
 read them in place.
 
-Each loan has a slot, which is a byte in the header of the shared memory. The lender marks it, and
-the borrower clears the mark once it no longer refers to the rows. So a loan does not end because a
-connection broke, and giving rows back takes one write, which a finalizer may do: it must neither
-wait nor lock. When a process ends, so do its loans.
+Each loan has a slot, which is a byte in the header of the shared memory. The lender marks it, the
+borrower changes the mark when it hears of the loan, and clears it once it no longer refers to the
+rows. So a loan does not end because a connection broke, and giving rows back takes one write, which
+a finalizer may do: it must neither wait nor lock. When a process ends, so do its loans.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import select
 import weakref
+from collections.abc import Iterable
 from dataclasses import dataclass
 from threading import Lock
 
@@ -22,7 +23,7 @@ from actors.rows.protocol import MemoryHandle
 from actors.rows.shared import make_shared, open_shared
 from actors.types import Bytes
 
-LENT, FREE = 1, 0
+LENT, TAKEN, FREE = 1, 2, 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +48,8 @@ class Lender:
         self._marks = self.shared.header
         self._allocator = Allocator(size_bytes)
         self._slots = list(range(len(self._marks)))
-        self._loans: dict[int, tuple[Bytes, int]] = {}
-        """Rows and borrower, a process id, of each slot in use."""
+        self._loans: dict[int, tuple[Loan, Bytes, int]] = {}
+        """The loan, its rows and the borrower, a process id, of each slot in use."""
         self._processes: dict[int, int] = {}  # descriptor of each process that borrowed
         self._ended = select.poll()
         self._lock = Lock()
@@ -91,10 +92,18 @@ class Lender:
             self._end_loans()
             if not self._slots or not self._watch(process):
                 return None
-            slot = self._slots.pop()
-            self._marks[slot] = LENT
-            self._loans[slot] = rows, process
-        return Loan(slot, offset, rows.nbytes)
+            loan = Loan(self._slots.pop(), offset, rows.nbytes)
+            self._marks[loan.slot] = LENT
+            self._loans[loan.slot] = loan, rows, process
+        return loan
+
+    def take_back(self, loans: Iterable[Loan]) -> None:
+        """Ends those that were not taken. Only for loans of which nobody can hear any more."""
+        with self._lock:
+            for loan in loans:
+                known = self._loans.get(loan.slot)
+                if known and known[0] is loan and self._marks[loan.slot] == LENT:
+                    self._marks[loan.slot] = FREE
 
     def _offset(self, rows: Bytes) -> int | None:
         offset = rows.ctypes.data - self.shared.memory.ctypes.data
@@ -120,7 +129,7 @@ class Lender:
             os.close(file)
         if not gone and np.count_nonzero(self._marks) == len(self._loans):
             return
-        for slot, (_, process) in list(self._loans.items()):
+        for slot, (*_, process) in list(self._loans.items()):
             if self._marks[slot] == FREE or process in gone:
                 del self._loans[slot]
                 self._marks[slot] = FREE
@@ -138,6 +147,7 @@ class Borrower:
     def rows(self, loan: Loan) -> Bytes:
         """The rows, read-only. They are given back once nobody refers to them."""
         rows = self._shared.part(loan.offset, loan.size_bytes)
+        self._marks[loan.slot] = TAKEN
         weakref.finalize(rows, self._give_back, loan.slot).atexit = False
         return rows
 

@@ -12,9 +12,8 @@ import logging
 import socket
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from hmac import compare_digest
 from pathlib import Path
 from secrets import token_hex
@@ -25,7 +24,7 @@ import grpc
 import numpy as np
 
 from actors.errors import ServiceError, TooLarge, Unavailable
-from actors.rows.lending import Lender
+from actors.rows.lending import Lender, Loan
 from actors.rows.protocol import MemoryHandle, RowsPlace
 from actors.rows.server import RowsServer
 from actors.rpc import replica_pb2 as pb
@@ -45,9 +44,11 @@ from actors.types import Reply, SharedBytes
 log = logging.getLogger("ray.serve")
 
 METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
-TOKEN_KEY, BEGUN_KEY = "token", "begun"
-"""Keys of gRPC metadata: sent by the router with a stream; sent back before the stream is read."""
+TOKEN_KEY, LINE_KEY, BEGUN_KEY = "token", "line", "begun"
+"""Keys of gRPC metadata. The router sends the first two with a stream: the replica's token, and an
+id of which only its latest stream is alive. The last is sent back before the stream is read."""
 
+MOST_LINES = 1000
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES
 END_SECONDS = 1.0  # how long streams that end may take to send what is left
 TICKET_SECONDS = 30.0  # how long rows wait to be taken. Routers ask at once, unless they died
@@ -128,6 +129,8 @@ class ReplicaServer:
         self._endpoint: Endpoint | None = None
         self._server: grpc.aio.Server | None = None
         self._streams: set[RouterStream] = set()
+        self._lent: dict[str, dict[int, Loan]] = {}
+        """What ended streams have lent, by their lines."""
         self._works = {
             "check": self._check,
             "fetch": self._fetch,
@@ -187,13 +190,15 @@ class ReplicaServer:
         self, calls: AsyncIterator[pb.Call], context: grpc.aio.ServicerContext
     ) -> None:
         """Serves one stream, which ends when its router is gone or this replica stops."""
-        token = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        said = dict(context.invocation_metadata() or ())
+        token, line = said.get(TOKEN_KEY, ""), str(said.get(LINE_KEY, ""))
         endpoint = self._endpoint
         if not endpoint or not compare_digest(str(token).encode(), endpoint.token.encode()):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this replica's")
         # If this replica dies, the router knows from this that a call of the stream may have begun.
         await context.send_initial_metadata(((BEGUN_KEY, "1"),))
-        stream = RouterStream(self, calls)
+        self._take_back(line)
+        stream = RouterStream(self, calls, line)
         self._streams.add(stream)
         try:
             while (outcome := await stream.outcomes.get()) is not None:
@@ -202,6 +207,21 @@ class ReplicaServer:
         finally:
             self._streams.discard(stream)
             stream.close()
+            if line and stream.lent:
+                self._lent[line] = stream.lent
+                if len(self._lent) > MOST_LINES:  # of routers that are gone
+                    del self._lent[next(iter(self._lent))]
+
+    def _take_back(self, line: str) -> None:
+        """Ends the loans of a line's earlier streams that the router has not heard of."""
+        for before in [one for one in self._streams if one.line == line != ""]:
+            before.close()  # so that it lends no more
+            self.take_back(before.lent.values())
+        self.take_back(self._lent.pop(line, {}).values())
+
+    def take_back(self, loans: Iterable[Loan]) -> None:
+        if self._lender:
+            self._lender.take_back(loans)
 
     async def reply(self, call: pb.Call, stream: RouterStream) -> Fields:
         """The fields of a call's last outcome. Raises what the encoder raises."""
@@ -210,9 +230,7 @@ class ReplicaServer:
         if call.HasField("encode"):
             self._tell_others(stream)
             try:
-                return {
-                    "encode": await self._encode(call.encode, partial(stream.send_early, call.id))
-                }
+                return {"encode": await self._encode(call, stream)}
             finally:
                 if not self._encoder.outstanding.patches:
                     self._tell_others(stream)
@@ -237,13 +255,17 @@ class ReplicaServer:
         asyncio.get_running_loop().call_later(TICKET_SECONDS, TICKETS.pop, ticket, None)
         return ticket
 
-    async def _encode(self, request: pb.EncodeRequest, early: Callable[[Fields], None]) -> Fields:
-        call = from_message(request, EncodeCall)
+    async def _encode(self, message: pb.Call, stream: RouterStream) -> Fields:
+        call = from_message(message.encode, EncodeCall)
 
         def fields(reply: Reply) -> Fields:
-            rows = SentRows(self._lender, call.borrower)
+            rows = SentRows(self._lender, call.borrower, stream.unsent)
             answered = reply_fields(reply, rows.put)
-            return answered | {"ticket": self._ticket(rows.shared), "loans": rows.loans}
+            loans = list(map(asdict, stream.unsent))
+            return answered | {"ticket": self._ticket(rows.shared), "loans": loans}
+
+        def early(part: Reply) -> None:
+            stream.send(pb.Outcome(id=message.id, encode=fields(part) | {"more": True}))
 
         reply = await self._encoder.encode(
             call.media,
@@ -252,7 +274,7 @@ class ReplicaServer:
             call.origin,
             call.keep,
             call.waiting_per_sent,
-            (lambda part: early({"encode": fields(part) | {"more": True}})) if call.early else None,
+            early if call.early else None,
             call.borrower > 0,
         )
         return fields(reply)
@@ -275,9 +297,12 @@ class SentRows:
     """The rows of a reply, put where its router can read them: into memory that is lent, Ray's
     shared memory, or the message."""
 
-    def __init__(self, lender: Lender | None = None, borrower: int = 0) -> None:
+    def __init__(
+        self, lender: Lender | None = None, borrower: int = 0, loans: list[Loan] | None = None
+    ) -> None:
+        """`loans`: gets those of the reply."""
         self.shared: list[SharedBytes] = []
-        self.loans: list[Fields] = []
+        self.loans = [] if loans is None else loans
         self._lender = lender if borrower else None
         self._borrower = borrower
 
@@ -285,7 +310,7 @@ class SentRows:
         """Returns the field of the message that says where the rows are."""
         if self._lender and isinstance(data, np.ndarray) and data.nbytes > INLINE_BYTES:
             if loan := self._lender.lend(data, self._borrower):
-                self.loans.append(asdict(loan))
+                self.loans.append(loan)
                 return {"lent": len(self.loans) - 1}
             data = share(data)
         if isinstance(data, SharedBytes):
@@ -299,7 +324,12 @@ class SentRows:
 class RouterStream:
     """The calls of one stream. Each has a task, which queues its outcomes to be sent."""
 
-    def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call]) -> None:
+    def __init__(self, server: ReplicaServer, calls: AsyncIterator[pb.Call], line: str) -> None:
+        self.line = line
+        self.lent: dict[int, Loan] = {}
+        """The last loan of each slot that this stream told its router of."""
+        self.unsent: list[Loan] = []
+        """Loans of an outcome that is being made. Nothing is awaited until it is in `outcomes`."""
         self.outcomes: asyncio.Queue[bytes | None] = asyncio.Queue()
         """Serialised. LOAD: the replica's load at the time of sending. None: the stream ends."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
@@ -348,7 +378,8 @@ class RouterStream:
         failure: Exception
         try:
             fields = await self._server.reply(call, self)
-            self._send(pb.Outcome(id=call.id, **fields))
+            self.send(pb.Outcome(id=call.id, **fields))
+            self.tasks.pop(call.id, None)
             return
         except asyncio.CancelledError:
             if call.id not in self.tasks:  # the router does not wait for it
@@ -358,14 +389,16 @@ class RouterStream:
             if not isinstance(error, ServiceError):
                 log.exception("a call from a router failed")
             failure = error
-        self._send(pb.Outcome(id=call.id, error=error_fields(failure)))
+        self._server.take_back(self.unsent)
+        self.unsent.clear()
+        self.send(pb.Outcome(id=call.id, error=error_fields(failure)))
+        self.tasks.pop(call.id, None)
 
-    def send_early(self, number: int, fields: Fields) -> None:
-        self.outcomes.put_nowait(serialized(pb.Outcome(id=number, **fields)))
-
-    def _send(self, outcome: pb.Outcome) -> None:
+    def send(self, outcome: pb.Outcome) -> None:
+        """Queues an outcome. Raises TooLarge."""
         self.outcomes.put_nowait(serialized(outcome))
-        self.tasks.pop(outcome.id, None)
+        self.lent.update((loan.slot, loan) for loan in self.unsent)
+        self.unsent.clear()
 
 
 def serialized(message: pb.Call | pb.Outcome) -> bytes:

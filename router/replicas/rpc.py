@@ -9,6 +9,7 @@ import os
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from itertools import count
+from secrets import token_hex
 from typing import Any
 
 import grpc
@@ -21,6 +22,7 @@ from actors.rpc.codec import Fields, error_of, from_message
 from actors.rpc.server import (
     BEGUN_KEY,
     COMMON_OPTIONS,
+    LINE_KEY,
     METHOD,
     SERVICE,
     TOKEN_KEY,
@@ -44,6 +46,7 @@ CHANNEL_OPTIONS = [
 STOPPED = "Cancelling all calls"
 """gRPC's message for calls that outlasted the grace period of a stopping server: not a death."""
 
+Metadata = tuple[tuple[str, str], ...]
 Arrival = tuple[pb.Outcome, list[Bytes]]
 """An outcome, and the rows that it lends."""
 
@@ -69,6 +72,7 @@ class ReplicaChannel:
         target = f"unix:{endpoint.unix}" if self._near else endpoint.tcp
         self._channel = grpc.aio.insecure_channel(target, CHANNEL_OPTIONS)
         self._ids = count(1)
+        self._lines = {False: token_hex(8), True: token_hex(8)}
         self._streams: dict[bool, ReplicaStream] = {}
         """One for items to encode and one (True) for everything else, because a message waits for
         those before it on its stream."""
@@ -95,8 +99,9 @@ class ReplicaChannel:
         try:
             small = method != "encode"
             if small not in self._streams or self._streams[small].ended:
+                metadata = ((TOKEN_KEY, self.endpoint.token), (LINE_KEY, self._lines[small]))
                 self._streams[small] = ReplicaStream(
-                    self._channel, self.endpoint.token, self._heard, self.borrower
+                    self._channel, metadata, self._heard, self.borrower
                 )
             outcomes = self._streams[small].outcomes(number, data)
             async with asyncio.timeout(timeout_seconds), aclosing(outcomes):
@@ -143,7 +148,7 @@ class ReplicaStream:
     def __init__(
         self,
         channel: grpc.aio.Channel,
-        token: str,
+        metadata: Metadata,
         heard: Callable[[Work], None],
         borrower: Borrower | None,
     ) -> None:
@@ -156,7 +161,7 @@ class ReplicaStream:
         ended."""
         self._waiting: dict[int, asyncio.Queue[Arrival | ShardLost]] = {}
         self._writer: asyncio.Task[None] | None = None
-        self._reader = detached(self._read(channel, token))
+        self._reader = detached(self._read(channel, metadata))
 
     async def outcomes(self, number: int, call: bytes) -> AsyncGenerator[Arrival]:
         """Sends a call and yields its outcomes. Cancels the call if not all of them are taken.
@@ -193,11 +198,11 @@ class ReplicaStream:
                 if number in self._unsent:
                     await stream.write(self._unsent.pop(number))
 
-    async def _read(self, channel: grpc.aio.Channel, token: str) -> None:
+    async def _read(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         lost, begun = ShardLost("the replica stopped"), False
         try:
             open_stream = channel.stream_stream(f"/{SERVICE}/{METHOD}", None, pb.Outcome.FromString)
-            stream = open_stream(metadata=((TOKEN_KEY, token),))
+            stream = open_stream(metadata=metadata)
             self._writer = detached(self._write(stream))
             begun = any(key == BEGUN_KEY for key, _ in await stream.initial_metadata())
             async for outcome in stream:

@@ -27,6 +27,7 @@ from actors.errors import DeadlineExceeded, InvalidMedia, ServiceError, TooLarge
 from actors.rows.lending import Lender
 from actors.rows.reader import RowsReader
 from actors.rows.server import RowsServer
+from actors.rpc import replica_pb2 as pb
 from actors.rpc import server as rpc_server
 from actors.rpc.codec import VERSION, EncodeCall, ReceivedRows, message_fields, reply_of
 from actors.rpc.server import (
@@ -284,7 +285,7 @@ def test_what_a_replica_has_to_do_is_told_after_answers_that_take_long_to_send()
             await encode(listener, TELLING)
             (stream,) = server._streams
             for _ in range(2):
-                stream.send_early(0, {"error": {"message": LARGE_BYTES * "x"}})
+                stream.send(pb.Outcome(error={"message": LARGE_BYTES * "x"}))
             encoder.outstanding = Work(5)
             stream.tell_soon()
             await asyncio.sleep(2 * rpc_server.TELL_SECONDS)
@@ -521,6 +522,45 @@ def test_rows_that_nobody_waits_for_are_given_back() -> None:
                 del call
             while lender.loans:
                 await asyncio.sleep(0.01)
+
+    run(test)
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_loans_that_the_router_never_hears_of_end_with_its_next_stream(steps: int) -> None:
+    """Its stream breaks somewhere between the answer and its arrival."""
+
+    async def test() -> None:
+        async with lending() as (encoder, lender, channel):
+            request = message_fields(BORROWING)
+            encoder.gate.clear()
+            call = asyncio.create_task(channel.call("encode", request))
+            await encoder.began.wait()
+            encoder.gate.set()
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            channel._streams[False]._reader.cancel()
+            await asyncio.wait([call])
+            del call
+            message, lent = await channel.call("encode", request)
+            assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
+            del message, lent
+            while lender.loans:
+                await asyncio.sleep(0.01)
+
+    run(test)
+
+
+def test_loans_of_an_answer_that_is_too_large_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        async with lending() as (encoder, lender, channel):
+            encoder.rows[item(1).digest] = np.zeros(INLINE_BYTES, np.uint8)
+            monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", INLINE_BYTES)
+            with pytest.raises(TooLarge):
+                await channel.call("encode", message_fields(BORROWING))
+            assert lender.loans == 0
+            del encoder.rows[item(1).digest]
+            assert (await channel.call("encode", message_fields(BORROWING)))[1]
 
     run(test)
 

@@ -103,6 +103,36 @@ def test_the_loans_of_a_process_end_with_it() -> None:
     assert lender.lend(rows(lender, 10, 3), other.process.pid) is None, "it has ended"
 
 
+def test_only_what_is_not_taken_is_taken_back() -> None:
+    lender = Lender(SIZE)
+    borrower = Borrower(lender.handle)
+    loans = [lender.lend(rows(lender, 100, value), ME) for value in range(3)]
+    first, second, third = (one for one in loans if one)
+    found = borrower.rows(second)
+    lender.take_back([first, second])
+    assert lender.loans == 2
+    assert set(found) == {1}
+    again = lender.lend(rows(lender, 100, 4), ME)
+    assert again
+    assert again.slot == first.slot
+    lender.take_back([first])
+    assert lender.loans == 3, "the slot has another loan"
+    del found
+    lender.take_back([third, again])
+    assert lender.loans == 0
+
+
+def test_nothing_is_lent_where_the_end_of_a_process_cannot_be_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def forbidden(process: int) -> int:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "pidfd_open", forbidden)
+    with pytest.raises(PermissionError):
+        Lender(SIZE)
+
+
 def test_borrowed_rows_are_kept_by_their_views_and_cannot_be_written_to() -> None:
     lender = Lender(SIZE)
     borrower = Borrower(lender.handle)
