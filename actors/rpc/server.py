@@ -370,6 +370,7 @@ class RouterStream:
                     self.tasks[call.id] = asyncio.create_task(self._answer(call))
                 elif task := self.tasks.pop(call.id, None):
                     task.cancel()
+                    del task  # it keeps the call's rows
                 del call  # it may be large, and the next one may take long to come
         finally:
             self.end()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import tracemalloc
+import weakref
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -35,6 +36,7 @@ from actors.rpc.server import (
     TICKETS,
     Endpoint,
     ReplicaServer,
+    RouterStream,
     make_directory,
     take,
 )
@@ -363,6 +365,33 @@ def test_a_cancelled_call_ends_at_the_encoder(near: bool) -> None:
             with pytest.raises(asyncio.CancelledError):
                 await call
             await encoder.ended.wait()
+
+    run(test)
+
+
+def test_nothing_of_a_cancelled_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its frames refer to rows."""
+    tasks: list[weakref.ref[asyncio.Task[None]]] = []
+    answer = RouterStream._answer
+
+    async def noted(*call: Any) -> None:
+        task = asyncio.current_task()
+        assert task
+        tasks.append(weakref.ref(task))
+        del task
+        await answer(*call)
+
+    monkeypatch.setattr(RouterStream, "_answer", noted)
+
+    async def test() -> None:
+        async with opened() as (encoder, _, channel):
+            encoder.gate.clear()
+            call = asyncio.create_task(encode(channel))
+            await encoder.began.wait()
+            call.cancel()
+            await encoder.ended.wait()
+            while any(task() for task in tasks):
+                await asyncio.sleep(0.01)
 
     run(test)
 
