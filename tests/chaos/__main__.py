@@ -30,7 +30,7 @@ from tests.chaos.callers import GPU_TOLERANCE, TOLERANCE, Callers, Phase, known_
 from tests.chaos.faults import ENCODERS, FAULTS, GPU_FAULTS
 from tests.chaos.sources import sources
 from tests.serve.object_store import used
-from tests.serve.wide import wide
+from tests.serve.wide import WIDTH, wide
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
@@ -108,10 +108,10 @@ def main() -> int:
 
 def hardy() -> ServiceOptions:
     """The tiny service with two ingresses and two routers, whose health is asked for often. Its
-    rows are so wide that those of larger images are lent."""
+    rows are so wide that those of most images are lent."""
     return parse(
         {
-            "model": wide(Path(mkdtemp())).model_dump(),
+            "model": wide(Path(mkdtemp()), 2 * WIDTH).model_dump(),
             "encoder": {
                 "replicas": ENCODERS,
                 "num_gpus": 0,
