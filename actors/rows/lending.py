@@ -143,6 +143,9 @@ class Borrower:
         """Raises OSError or ValueError, as for memory of another machine, container or user."""
         self._shared = open_shared(handle, writable=False)
         self._marks = self._shared.header
+        self.process = int(os.readlink("/proc/self"))
+        """This process, as the lender numbers processes: its memory was found in the same /proc. In
+        a PID namespace of its own, `os.getpid` says another number."""
 
     def rows(self, loan: Loan) -> Bytes:
         """The rows, read-only. They are given back once nobody refers to them."""

@@ -7,7 +7,6 @@ memory are handed over by a Ray call, because object references only travel thro
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -164,7 +163,7 @@ class ServeFleet:
                 keep,
                 waiting_per_sent,
                 early=early is not None,
-                borrower=os.getpid() if channel.borrower else 0,
+                borrower=channel.borrower.process if channel.borrower else 0,
                 tell=self._tell,
             )
             request = message_fields(call)

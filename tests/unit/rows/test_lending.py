@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from random import Random
 from typing import IO
 
@@ -29,6 +30,7 @@ from actors.rows.lending import Borrower, Loan
 from actors.rows.protocol import MemoryHandle
 assert "ray" not in sys.modules and "torch" not in sys.modules
 borrower = Borrower(MemoryHandle(**json.loads(sys.argv[1])))
+print(borrower.process, flush=True)
 kept = []
 for line in sys.stdin:
     if line == "drop\\n":
@@ -42,8 +44,8 @@ for line in sys.stdin:
 class Process:
     """A process that borrows what it is told, and says the sum of the bytes that it has."""
 
-    def __init__(self, lender: Lender) -> None:
-        command = [sys.executable, "-c", BORROWER, json.dumps(asdict(lender.handle))]
+    def __init__(self, lender: Lender, *within: str) -> None:
+        command = [*within, sys.executable, "-c", BORROWER, json.dumps(asdict(lender.handle))]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -51,6 +53,7 @@ class Process:
         assert self.process.stdout
         self.input: IO[str] = self.process.stdin
         self.output: IO[str] = self.process.stdout
+        self.pid = int(self.output.readline())
 
     def say(self, line: str) -> int:
         print(line, file=self.input, flush=True)
@@ -62,8 +65,8 @@ class Process:
 
 
 @contextmanager
-def process(lender: Lender) -> Iterator[Process]:
-    made = Process(lender)
+def process(lender: Lender, *within: str) -> Iterator[Process]:
+    made = Process(lender, *within)
     try:
         yield made
     finally:
@@ -101,6 +104,18 @@ def test_the_loans_of_a_process_end_with_it() -> None:
         assert lives.say("drop") == 0
         assert lender.loans == 0
     assert lender.lend(rows(lender, 10, 3), other.process.pid) is None, "it has ended"
+
+
+def test_a_process_in_a_namespace_of_its_own_is_known_by_its_number_here() -> None:
+    apart = ["unshare", "--pid", "--fork", "--kill-child"]
+    if subprocess.run([*apart, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespace may be made here")
+    lender = Lender(SIZE)
+    with process(lender, *apart) as other:
+        assert Path(f"/proc/{other.pid}/cmdline").read_bytes().startswith(sys.executable.encode())
+        assert other.borrow(lender.lend(rows(lender, 10, 3), other.pid)) == 30
+        other.process.kill()
+        until(lambda: lender.loans == 0)
 
 
 def test_only_what_is_not_taken_is_taken_back() -> None:
