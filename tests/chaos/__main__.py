@@ -122,7 +122,6 @@ def hardy() -> ServiceOptions:
             "router": {"num_cpus": 0.1, "replicas": 2},
             "ingress": {"num_cpus": 0.1, "replicas": 2},
             "cache": {"max_bytes": 0},
-            "limits": {"max_response_bytes": 2**29},  # for the images that stall decoding
         }
     )
 
