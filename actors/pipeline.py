@@ -137,11 +137,8 @@ class Pipeline:
             raise Unavailable("this encoder is stopping: try again")
         lend = lend and not keep  # kept rows outlive the answer
         batch = RowBatch(self.writer, dtype, lend=lend)
-        tasks = [
-            asyncio.create_task(self._encode(one, dtype, batch, keep=keep, lend=lend))
-            for one in media
-        ]
-        left = dict(enumerate(tasks))
+        work = (self._encode(one, dtype, batch, keep=keep, lend=lend) for one in media)
+        left = dict(enumerate(map(asyncio.create_task, work)))
         end = monotonic() + timeout_seconds
         enough = FIRST_COMPLETED if early else ALL_COMPLETED
 
@@ -160,8 +157,9 @@ class Pipeline:
                     break
                 found = answered(done)
                 early(Reply(list(found.values()), 0, 0, tuple(found)))
+                del found  # while the next ones are awaited
         finally:
-            for task in tasks:
+            for task in left.values():
                 task.cancel()
         return answered(list(left))
 

@@ -1,4 +1,5 @@
-"""The messages between a RowsServer and its readers: one request at a time on each connection.
+"""The messages between a RowsServer and its readers. The requests of a connection are answered one
+after another; a reader may send several before it reads.
 
     request   one byte each of version and verb, then the 32 characters of an id after its first "."
     answer    4 bytes, the length of what follows: JSON, either fields or {"error": a sentence}

@@ -137,6 +137,7 @@ class RowsReader:
                 raise ConnectionError("the connection to the replica was lost")
             try:
                 # In one system call, because the replica may not read before its answer is read.
+                # Sockets hold the requests of 1000 items, the most that limits.max_items may be.
                 send(self._channel, memoryview(requests))
                 return [
                     self._answer(target) if sent else RowsRefused("this is not an id")

@@ -111,6 +111,7 @@ class ReplicaChannel:
                     reply = getattr(outcome, method)
                     if early and is_early(outcome):
                         await early(reply, lent)
+                        del outcome, reply, lent  # while the next ones are awaited
         except TimeoutError:
             raise DeadlineExceeded(
                 "the replica did not answer within the time that was left"
@@ -179,6 +180,7 @@ class ReplicaStream:
                     raise arrival
                 more = is_early(arrival[0])
                 yield arrival
+                arrival = None
         finally:
             self._waiting.pop(number, None)
             if more and self._unsent.pop(number, None) is None:  # it was sent

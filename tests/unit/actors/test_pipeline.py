@@ -25,7 +25,7 @@ from actors.options import ActorOptions, EncoderOptions, GraphOptions, ModelOpti
 from actors.pipeline import Pipeline, open_pipeline, result_of
 from actors.store import writer as writing
 from actors.store.kept import PendingWrite
-from actors.store.writer import tensor
+from actors.store.writer import RowWriter, tensor
 from actors.telemetry.metrics import EncoderMetrics
 from actors.telemetry.tracing import open_spans
 from actors.types import Answer, Bytes, Dtype, Embedding, Item, Media, Reply, SharedBytes, Size
@@ -446,13 +446,38 @@ def test_a_failed_write_is_told_to_who_fetches(kept: Kept) -> None:
     asyncio.run(run())
 
 
+def test_rows_that_were_answered_early_do_not_stay(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rig.pipeline.writer, "write", partial(RowWriter.write, rig.pipeline.writer))
+    lender = rig.pipeline.writer.lender
+    assert lender
+    packs = threading.Semaphore(2)
+    monkeypatch.setattr(rig.gate, "wait", lambda seconds: packs.acquire(timeout=seconds))
+
+    async def run() -> None:
+        media = [rig.media(width) for width in (2560, 2560, 2560)]  # a pack each
+        parts: list[Reply] = []
+        call = rig.pipeline.encode(media, "float32", 60, early=parts.append, lend=True)
+        task = asyncio.create_task(call)
+        await until(lambda: bool(parts))
+        both = lender.taken_bytes  # the second is read back, and waits for the third
+        parts.clear()
+        await until(lambda: lender.taken_bytes == both // 2)
+        assert not task.done()
+        packs.release(2)
+        await task
+
+    asyncio.run(run())
+
+
 def test_rows_are_lent_where_the_device_wrote_them(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those that must be converted are lent from a copy. What finds no room goes to Ray."""
     monkeypatch.setattr(writing, "INLINE_BYTES", 0)
     writer = rig.pipeline.writer
-    monkeypatch.setattr(writer, "write", partial(writing.RowWriter.write, writer))
+    monkeypatch.setattr(writer, "write", partial(RowWriter.write, writer))
     lender = writer.lender
     assert lender
 

@@ -156,7 +156,6 @@ def test_every_series_of_ours_that_tells_of_trouble_is_on_the_dashboard() -> Non
         "encoder_measured_seconds",
         "encoder_pruned_patches_total",
         "encoder_reference_device_bytes",
-        "encoder_row_memory_bytes",
         "encoder_references",
         "encoder_references_held",
         "encoder_router_bytes_total",

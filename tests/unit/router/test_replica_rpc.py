@@ -557,6 +557,28 @@ def test_rows_that_nobody_waits_for_are_given_back() -> None:
     run(test)
 
 
+def test_lent_rows_of_an_early_part_are_given_back_before_the_next() -> None:
+    async def test() -> None:
+        async with lending() as (encoder, lender, channel):
+            encoder.gate.clear()
+            heard = asyncio.Event()
+
+            async def early(message: Any, lent: list[Bytes]) -> None:
+                if lent:
+                    heard.set()
+
+            request = message_fields(replace(BORROWING, early=True, media=[item(2), item(1)]))
+            call = asyncio.create_task(channel.call("encode", request, early=early))
+            encoder.parts.release()
+            await heard.wait()
+            while lender.loans:
+                await asyncio.sleep(0.01)
+            encoder.gate.set()
+            await call
+
+    run(test)
+
+
 @pytest.mark.parametrize("steps", range(12))
 def test_loans_that_the_router_never_hears_of_end_with_its_next_stream(steps: int) -> None:
     """Its stream breaks somewhere between the answer and its arrival."""
