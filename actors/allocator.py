@@ -67,10 +67,10 @@ def aligned(size_bytes: int) -> int:
     return max(1, -(-size_bytes // ALIGNMENT_BYTES)) * ALIGNMENT_BYTES
 
 
-def groups(sizes: Sequence[int], most: int) -> list[list[int]]:
+def groups(sizes: Sequence[float], most: float) -> list[list[int]]:
     """Consecutive positions whose sizes add up to at most `most`; a larger one is alone."""
     found: list[list[int]] = []
-    room = 0
+    room = 0.0
     for place, size in enumerate(sizes):
         if not found or size > room:
             found.append([])

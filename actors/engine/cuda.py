@@ -7,7 +7,7 @@ readback stream   readback buffer -> pinned host memory, while the next pack rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from itertools import pairwise
@@ -17,12 +17,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from actors.allocator import groups
 from actors.engine.device import Copies, Device, Inputs, MediaRows, copy_rows, count
-from actors.engine.slices import EveryNth, Pace, layers_per_slice
+from actors.engine.slices import Pace
 from actors.errors import StartError
 from actors.kernels import Shapes
+from actors.kernels.break_points import at_break_points, between
 from actors.kernels.gemm.gemm import tuning
-from actors.models.layers.block import between_layers
 from actors.rows.lending import Lender
 from actors.rows.memory import pin
 
@@ -153,21 +154,26 @@ class CudaDevice(Device):
         self, run: Callable[[], Tensor], *, kept: bool, tuned: bool
     ) -> Callable[[], Tensor]:
         """Captures a CUDA graph in the pool that all graphs of this device share. With a pace, it
-        captures a graph per slice.
+        captures a graph per slice: as many pieces of the pass as take at most `slice_seconds`.
 
         The memory of an output that is not kept returns to the pool, where graphs captured later
         reuse it. So all graphs together take as much memory as the largest one.
         """
         with tuning() if tuned else nullcontext():
             self.finished(run)
-        pace, layers = self.pace, 0
+        pace, begins = self.pace, set[int]()
         if pace:
-            layers, _ = layers_per_slice(lambda: self.finished(run), pace.slice_seconds)
+            begins = {first for first, *_ in groups(self.seconds_of(run), pace.slice_seconds)}
         torch.cuda.empty_cache()  # the pool cannot use what the warm-up allocated
-        graphs, output = self.graphs_of(run, layers)
+        graphs, output = self.graphs_of(run, begins)
         if not kept:
             output = unowned(output)
-        seconds = self.seconds_of(graphs) if pace else []
+
+        def replay_all() -> None:
+            for graph in between(graphs):
+                graph.replay()
+
+        seconds = self.seconds_of(replay_all) if pace else []
 
         def replay() -> Tensor:
             if pace is None:
@@ -188,10 +194,11 @@ class CudaDevice(Device):
         return launch
 
     def graphs_of(
-        self, run: Callable[[], Tensor], layers: int
+        self, run: Callable[[], Tensor], begins: Container[int]
     ) -> tuple[list[torch.cuda.CUDAGraph], Tensor]:
-        """Captures graphs of `layers` layers each; 0: one graph. Returns them and the output."""
+        """Captures graphs that begin at these break points, and the output. Empty: one graph."""
         graphs: list[torch.cuda.CUDAGraph] = []
+        reached = 0
         with ExitStack() as capturing:
 
             def begin() -> None:
@@ -207,8 +214,14 @@ class CudaDevice(Device):
                 )
                 capturing.enter_context(graph)
 
+            def reach() -> None:
+                nonlocal reached
+                reached += 1
+                if reached in begins:
+                    begin()
+
             begin()
-            with between_layers(EveryNth(layers, begin)) if layers else nullcontext():
+            with at_break_points(reach) if begins else nullcontext():
                 output = run().contiguous()
         return graphs, output
 
@@ -218,15 +231,20 @@ class CudaDevice(Device):
             run()
         self.compute.synchronize()
 
-    def seconds_of(self, graphs: Sequence[torch.cuda.CUDAGraph]) -> list[float]:
-        """Seconds of each graph, over whatever the inputs hold."""
-        with torch.cuda.stream(self.compute):
-            for _ in range(2):  # the first replay is slower
-                events = [torch.cuda.Event(enable_timing=True) for _ in range(len(graphs) + 1)]
-                events[0].record()
-                for graph, event in zip(graphs, events[1:], strict=True):
-                    graph.replay()
-                    event.record()
+    def seconds_of(self, run: Callable[[], object]) -> list[float]:
+        """Seconds of each piece between break points, over whatever the inputs hold."""
+        events: list[torch.cuda.Event] = []
+
+        def record() -> None:
+            events.append(torch.cuda.Event(enable_timing=True))
+            events[-1].record()
+
+        with torch.cuda.stream(self.compute), at_break_points(record):
+            for _ in range(2):  # the first run is slower
+                events.clear()
+                record()
+                run()
+                record()
         self.compute.synchronize()
         return [a.elapsed_time(b) / 1000 for a, b in pairwise(events)]
 

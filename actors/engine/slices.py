@@ -1,5 +1,7 @@
-"""Chunked encoding: launches a replay in slices of a few layers each, so that the steps of a
-language model on the same device do not wait for a whole image. Knows no CUDA.
+"""Chunked encoding: launches a replay in slices, so that the steps of a language model on the same
+device do not wait for a whole image. Knows no CUDA.
+
+A forward pass is cut at some of its break points (kernels/break_points.py).
 """
 
 from __future__ import annotations
@@ -7,9 +9,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from time import perf_counter, sleep
-
-from actors.models.layers.block import between_layers
+from time import sleep
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
 
@@ -81,36 +81,3 @@ class Pace:
 
     def before_step(self) -> None:
         """Makes the next step wait for the slices launched before."""
-
-
-class EveryNth:
-    """Calls `call` at every nth of its own calls."""
-
-    def __init__(self, n: int, call: Callable[[], object]) -> None:
-        self.n = n
-        self.call = call
-        self.calls = 0
-
-    def __call__(self) -> None:
-        self.calls += 1
-        if self.calls % self.n == 0:
-            self.call()
-
-
-def layers_of(run: Callable[[], object]) -> int:
-    """Counts the layers of a forward pass by running it."""
-    boundaries = EveryNth(1, int)
-    with between_layers(boundaries):
-        run()
-    return boundaries.calls + 1
-
-
-def layers_per_slice(run: Callable[[], object], slice_seconds: float) -> tuple[int, float]:
-    """The number of layers, at least one, that take about `slice_seconds`, and the seconds that
-    they take. `run` must return when the forward pass has finished, not when it is launched."""
-    layers = layers_of(run)
-    started = perf_counter()
-    run()
-    seconds = (perf_counter() - started) / layers  # of a layer
-    chosen = max(1, min(layers, round(slice_seconds / max(seconds, 1e-9))))
-    return chosen, chosen * seconds

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Attention, Shapes, Values
-from actors.models.layers.block import NORMS, Affine, BlocksForm, Norm, numbered
+from actors.kernels.break_points import between
+from actors.models.layers.block import NORMS, Affine, BlocksForm, Norm
 from actors.models.layers.weights import MOST_LAYERS, Expected, Weights, affine
 from actors.models.packed import segments_of
 from actors.models.tower import Tower
@@ -148,7 +149,7 @@ class ConformerTower(Tower):
         x, own = self.embedded(values["patches"])
         ends = values["ends"]
         context, near = self.context(ends, own), self.near(ends, own)
-        for _, layer in numbered(self.parts.layers):
+        for layer in between(self.parts.layers):
             x = x + 0.5 * self.fed(x, layer.before)
             x = x + self.attended(x, layer.attending, context)
             x = x + self.convolved(x, layer.convolution, near)

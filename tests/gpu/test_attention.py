@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from actors.kernels.attention import SegmentAttention
 from actors.kernels.attention_fp8 import FEWEST_KEYS, attended
+from actors.kernels.break_points import at_break_points
 from tests.gpu.compared import difference, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("on_device")]
@@ -132,6 +135,55 @@ def test_on_hopper_the_same_is_the_same_every_time(size: int, lengths: list[int]
         values = on_gpu(tiles.metadata(lengths, patches, len(lengths)))
         first = tiles(qkv.clone(), values)
         assert all(torch.equal(tiles(qkv.clone(), values), first) for _ in range(20))
+
+
+def assert_launches_are_one(
+    attend: Callable[[Tensor], Tensor], qkv: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In few launches, and in more than there are rounds of items."""
+    whole = qkv.clone()
+    attend(whole)
+    patches, _, heads, size = qkv.shape
+    for count in (2, 3, 7, 60):
+        most = 4 * patches**2 * heads * size / (count - 0.5)
+        monkeypatch.setattr(hopper, "LAUNCH_OPERATIONS", most)
+        reached: list[None] = []
+        with at_break_points(partial(reached.append, None)):
+            parts = qkv.clone()
+            attend(parts)
+        assert len(reached) in (count + 1, 2 * (count + 1))  # FP8: of long and of short segments
+        assert torch.equal(parts, whole)
+
+
+LAUNCHED_LAYOUTS = [
+    *([1], [400] * 20, [480, 481, 720, 721], [4096], [8160], [32400]),
+    *([2600] * 3, [5000, 480, 4999, 1], [9000, 17, 8200, 3000]),
+]
+
+
+@pytest.mark.parametrize("lengths", LAUNCHED_LAYOUTS, ids=str)
+@pytest.mark.parametrize("size", hopper.RINGS)
+def test_on_hopper_several_launches_are_one(
+    size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = hopper_tiles(size, torch.bfloat16)
+    for ring in hopper.RINGS[size]:
+        patches = sum(lengths) + 9 + ring.from_patches
+        qkv = torch.randn(patches, 3, 16, size, dtype=torch.bfloat16)
+        values = on_gpu(tiles.metadata(lengths, patches, len(lengths)))
+        assert_launches_are_one(partial(tiles, values=values), qkv, monkeypatch)
+
+
+@pytest.mark.parametrize("lengths", LAUNCHED_LAYOUTS[3:], ids=str)
+@pytest.mark.parametrize("size", hopper.RINGS)
+def test_in_fp8_several_launches_are_one(
+    size: int, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiles = fp8_tiles(size, monkeypatch, fewest=2000)
+    qkv = torch.randn(sum(lengths), 3, 16, size, dtype=torch.bfloat16)
+    values = on_gpu(tiles.metadata(lengths, len(qkv), len(lengths)))
+    attend = partial(tiles.fp8, values=values, cos=None, sin=None)
+    assert_launches_are_one(attend, qkv, monkeypatch)
 
 
 @pytest.mark.parametrize("patches", [600, 9000])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,6 +13,7 @@ from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device, open_device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
+from actors.engine.slices import Slice
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
@@ -23,7 +25,7 @@ pytestmark = pytest.mark.gpu
 
 SLICE_SECONDS = 0.005
 MODEL = "qwen3vl-8b"
-FULL_HD = (34, 60)  # tokens
+FULL_HD, ULTRA_HD = (34, 60), (68, 120)  # tokens
 
 
 def tower(device: torch.device) -> Tower:
@@ -36,18 +38,34 @@ def sliced() -> Device:
     return open_device("cuda", SLICE_SECONDS)
 
 
-def test_slices_are_the_whole() -> None:
+def test_slices_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if one layer takes twice as long as a slice."""
     whole, parts = cuda(), sliced()
     made = tower(whole.device)
-    images = [item(7, 9, seed=1), item(*FULL_HD, seed=2)]
+    budgets = (64, 2048, 8192)
+    images = [item(7, 9, seed=1), item(*FULL_HD, seed=2), item(*ULTRA_HD, seed=3)]
+    pace, seconds = parts.pace, list[float]()
+    assert pace is not None
+    launch = pace.launch
+
+    def watched(slices: Iterable[Slice]) -> None:
+        seen = list(slices)
+        seconds[:] = [each for each, _ in seen]
+        launch(seen)
+
+    monkeypatch.setattr(pace, "launch", watched)
     rows = []
     for device in (whole, parts):
-        graphs = GraphSet(made, "default", (64, 2048), Segments(4), device)
+        graphs = GraphSet(made, "default", budgets, Segments(4), device)
         graphs.capture(lambda budget, seconds: None)
         rows.append(
-            [finished(graphs.run(b, [one])) for b, one in zip((64, 2048), images, strict=True)]
+            [finished(graphs.run(b, [one])) for b, one in zip(budgets, images, strict=True)]
         )
     assert all(map(torch.equal, *rows))
+    told = f"4K: {len(seconds)} slices, {1000 * sum(seconds):.0f} ms, the longest"
+    print(told, f"{1000 * max(seconds):.1f} ms; {[round(1000 * each, 1) for each in seconds]}")
+    assert len(seconds) > made.spec.vision["depth"]
+    assert max(seconds) < 1.5 * SLICE_SECONDS
 
 
 def test_steps_are_held_up_for_one_slice_each() -> None:

@@ -310,8 +310,8 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
     u32 q[SLICES * 4], parity = 0;
     int turn = 0;
     Place place;
-    int4 entry = plan.entry(table, plan.crew);
-    for (int item = plan.crew; item < plan.items; item += plan.crews) {
+    int4 entry = plan.entry(table, plan.begin);
+    for (int item = plan.begin; item < plan.end; item += plan.crews) {
         Work work(plan, item, entry);
         // Loaded an item ahead, to hide the latency.
         entry = plan.entry(table, item + plan.crews);
@@ -355,7 +355,8 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
 #if CLUSTER > 1
     __cluster_dims__(CLUSTER)
 #endif
-    attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads) {
+    attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads,
+           int launch, int launches) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES + 2 * GROUPS];
     // The swizzle depends on the address, so the buffer starts at a multiple of 1024 bytes.
@@ -373,7 +374,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         for (int i = threadIdx.x; i < KEYS; i += 128 * (GROUPS + 1))
             store16(ring.units + i * 16, pair(1, 1), pair(1, 0));
     publish();
-    Plan plan(table, heads);
+    Plan plan(table, heads, launch, launches);
     if (CLUSTER > 1) cluster_publish();
     else __syncthreads();
     depend_wait();

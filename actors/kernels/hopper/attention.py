@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from actors.kernels import Shapes, Values
 from actors.kernels.attention_fp8 import LongAttention, rotate_given
+from actors.kernels.break_points import break_point, in_use
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, tensor_map
 
@@ -22,6 +24,8 @@ TILE_ROWS, STRIP_ROWS = 64 * GROUPS, 64  # queries of a tile and of a strip of t
 LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
 PADDED = (72,)  # head sizes with columns to spare in the GEMM of the scores; see attention.cu
 HEADROOM = {"bf16": 32.0, "f16": 4.0}  # weights start below 2 ** -HEADROOM and may grow to 2
+LAUNCH_OPERATIONS = 1.35e12
+"""The most of one launch where break points are in use: 2.5 ms at 540 TFLOP/s."""
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +110,8 @@ class HopperAttention:
         )
         sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
         blocks = sms // ring.cluster * ring.cluster
-        kernel.launch((blocks, 1, 1), qkv, values["attention_items"], maps, heads)
+        for part in launches(qkv):
+            kernel.launch((blocks, 1, 1), qkv, values["attention_items"], maps, heads, *part)
         return flat[:, : heads * size]
 
     def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -118,6 +123,23 @@ class HopperAttention:
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
         return next(form for form in reversed(self.forms) if patches >= form[0].from_patches)
+
+
+def launches(qkv: Tensor) -> Iterator[tuple[int, int]]:
+    """The index and the count of the launches over qkv.
+
+    One, unless break points are in use and a single segment would take it longer than 2.5 ms. Then
+    there are break points before, between and after the launches.
+    """
+    rows, _, heads, size = qkv.shape
+    operations = 4 * rows**2 * heads * size
+    count = math.ceil(operations / LAUNCH_OPERATIONS) if in_use() else 1
+    for index in range(count):
+        if count > 1:
+            break_point()
+        yield index, count
+    if count > 1:
+        break_point()
 
 
 def item_table(

@@ -96,8 +96,8 @@ DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int head
 
 DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, const Ring& ring) {
     Place place;
-    int4 entry = plan.entry(table, plan.crew);
-    for (int item = plan.crew; item < plan.items; item += plan.crews) {
+    int4 entry = plan.entry(table, plan.begin);
+    for (int item = plan.begin; item < plan.end; item += plan.crews) {
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
@@ -418,8 +418,8 @@ DEVICE void compute_all(ELEMENT* qkv, const unsigned char* qk, const int* tokens
     int turn = 0;
     Place place;
     Sums sums;
-    int4 entry = plan.entry(table, plan.crew);
-    for (int item = plan.crew; item < plan.items; item += plan.crews) {
+    int4 entry = plan.entry(table, plan.begin);
+    for (int item = plan.begin; item < plan.end; item += plan.crews) {
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
@@ -443,7 +443,8 @@ DEVICE void compute_all(ELEMENT* qkv, const unsigned char* qk, const int* tokens
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTER)
     attend(ELEMENT* qkv, const unsigned char* qk, const int* tokens, const int4* table,
-           const __grid_constant__ Maps maps, int heads, float scale) {
+           const __grid_constant__ Maps maps, int heads, int launch, int launches,
+           float scale) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES];
     Ring ring((shared_address(memory) + 1023) & ~1023u, shared_address(barriers));
@@ -463,7 +464,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) __cluster_dims__(CLUSTE
         asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %3};" ::"r"(ring.units + i * 16),
                      "r"(0x01201040), "r"(0x0120), "r"(0) : "memory");
     publish();
-    Plan plan(table, heads);
+    Plan plan(table, heads, launch, launches);
     cluster_publish();
     depend_wait();
     int group = uniform(threadIdx.x / 128), thread = threadIdx.x % 128;

@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.kernels import Shapes, Values
 from actors.kernels.attention_fp8 import FEWEST_KEYS, VALUE_SCALE, query_scale
 from actors.kernels.hopper import cuda
-from actors.kernels.hopper.attention import STRIP_ROWS, Ring, item_table
+from actors.kernels.hopper.attention import STRIP_ROWS, Ring, item_table, launches
 from actors.kernels.hopper.cuda import ELEMENTS, LoadedKernel, encoded_map
 
 RING = Ring(128, 8, cluster=2, groups=2)
@@ -97,7 +97,8 @@ class HopperLongAttention:
         sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
         blocks, scale = sms // RING.cluster * RING.cluster, struct.pack("f", 1 / VALUE_SCALE)
         table = values["attention_long_items"]
-        self.attend.launch((blocks, 1, 1), qkv, qk, tokens, table, maps, heads, scale)
+        for part in launches(qkv):
+            self.attend.launch((blocks, 1, 1), qkv, qk, tokens, table, maps, heads, *part, scale)
 
 
 @cache

@@ -9,12 +9,17 @@ constexpr int EVEN_STRIPS = 8;  // with more strips, even splitting is no faster
 // there are crews for it. If there is a single segment that the ring does not hold, it is first
 // split evenly over all crews, unless a part would have more than EVEN_STRIPS strips, or leave one
 // warpgroup alone with a strip.
+//
+// The items may be spread over several launches of some rounds each. Splits, and the keys that an
+// item starts with, depend on its place among all items, so the results are the same to the bit.
+// They would not be if each launch had some of the heads.
 struct Plan {
-    int heads, crew, crews;
-    int whole, share, items;  // unsplit items; parts of each split item; all items
-    int even;                 // unless 0, replaces the last number of every entry
-    DEVICE Plan(const int4* table, int heads)
-        : heads(heads), crew(blockIdx.x / CLUSTER), crews(gridDim.x / CLUSTER) {
+    int heads, crews;
+    int begin, end;    // this crew's first item; the end of this launch's items
+    int whole, share;  // unsplit items; parts of each split item
+    int even;          // unless 0, replaces the last number of every entry
+    DEVICE Plan(const int4* table, int heads, int launch, int launches)
+        : heads(heads), crews(gridDim.x / CLUSTER), begin(blockIdx.x / CLUSTER) {
         int4 counts = __ldg(table);
         int parts = max(crews / heads, 1), strips = (counts.y + parts - 1) / parts;
         even = strips % TOGETHER == 1 || strips > EVEN_STRIPS ? 0 : strips << 16 | parts;
@@ -22,13 +27,18 @@ struct Plan {
         int all = (even ? parts : counts.x) * heads, left = all % crews;
         whole = all - left;
         share = crews / max(left, 1);
-        items = whole + left * share;
+        end = whole + left * share;
+        if (launches > 1) {
+            int rounds = (end + crews - 1) / crews;
+            begin += rounds * launch / launches * crews;
+            end = min(end, rounds * (launch + 1) / launches * crews);
+        }
     }
     DEVICE int at(int item) const {
         return item < whole ? item : whole + (item - whole) / share;
     }
     DEVICE int4 entry(const int4* table, int item) const {
-        int4 found = __ldg(table + 1 + (item < items && !even ? at(item) / heads : 0));
+        int4 found = __ldg(table + 1 + (item < end && !even ? at(item) / heads : 0));
         if (even) found.w = even;
         return found;
     }

@@ -113,8 +113,8 @@ DEVICE void copy_block(const Maps& maps, const Ring& ring, Place place, int k, i
 
 DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, const Ring& ring) {
     Place place;
-    int4 entry = plan.entry(table, plan.crew);
-    for (int item = plan.crew; item < plan.items; item += plan.crews) {
+    int4 entry = plan.entry(table, plan.begin);
+    for (int item = plan.begin; item < plan.end; item += plan.crews) {
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
@@ -136,8 +136,8 @@ DEVICE void copy_queries(const Maps& maps, const int4* table, const Plan& plan, 
                          int group) {
     u32 parity = 1, full = ring.full_q + 8 * group, empty = ring.empty_q + 8 * group;
     int turn = 0;
-    int4 entry = plan.entry(table, plan.crew);
-    for (int item = plan.crew; item < plan.items; item += plan.crews) {
+    int4 entry = plan.entry(table, plan.begin);
+    for (int item = plan.begin; item < plan.end; item += plan.crews) {
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         int column = work.head * SIZE;

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal, Protocol, TypeVar, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +19,7 @@ from torch import Tensor
 from actors.kernels import attention_fp8
 from actors.kernels.attention import Attention, Values
 from actors.kernels.attention_fp8 import FEWEST_KEYS
+from actors.kernels.break_points import between
 from actors.kernels.gemm import fp8
 from actors.options import BlockForm
 
@@ -28,8 +28,6 @@ Norm = Literal["layer", "rms"]
 
 WINDOW = "window_"
 """Prefix of the attention inputs that describe windows instead of whole segments."""
-
-Layer = TypeVar("Layer")
 
 ATTENTION = " attention"
 """The name of a block's attention is that of its qkv layer, followed by this."""
@@ -53,7 +51,6 @@ Computed = Callable[[Quantisable, Tensor], Tensor]
 
 _computed: list[Computed] = []
 """The calls of `computed_by`. Not a ContextVar, because torch.compile does not read those."""
-_between_layers: ContextVar[Callable[[], None] | None] = ContextVar("between_layers", default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +209,6 @@ def of_each(attention: Attend | Sequence[Attend], layers: int) -> Sequence[Atten
     return [attention] * layers if callable(attention) else attention
 
 
-@contextmanager
-def between_layers(call: Callable[[], None]) -> Iterator[None]:
-    """Within the context, `call` runs between the layers of every tower. For engine/slices.py."""
-    token = _between_layers.set(call)
-    try:
-        yield
-    finally:
-        _between_layers.reset(token)
-
-
-def numbered(layers: Sequence[Layer]) -> Iterator[tuple[int, Layer]]:
-    """Enumerates the layers of a forward pass; runs the call of `between_layers` between them."""
-    call = _between_layers.get()
-    for index, layer in enumerate(layers):
-        if call and index:
-            call()
-        yield index, layer
-
-
 class ReferenceBlocks:
     """Plain torch: the form that every other form is compared with."""
 
@@ -253,7 +231,7 @@ class ReferenceBlocks:
     ) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         windows = windows_of(values)
-        for index, layer in numbered(self.weights):
+        for index, layer in enumerate(between(self.weights)):
             seen = windows if index in self.style.windowed else values
             qkv = self.before(x, cos, sin, layer)
             x = self.after(x, self.attend(index, qkv, seen, layer), layer)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from actors.kernels.attention import Attention, Values
 from actors.kernels.attention_fp8 import rotate_given
+from actors.kernels.break_points import between
 from actors.kernels.gemm.cublaslt import Epilogue
 from actors.kernels.gemm.fp8 import Matrix
 from actors.kernels.gemm.gemm import Gemm
@@ -42,7 +43,6 @@ from actors.models.layers.block import (
     Attend,
     BlockWeights,
     Style,
-    numbered,
     of_each,
     qk_normed,
     windows_of,
@@ -103,7 +103,7 @@ class FastBlocks:
     ) -> tuple[Tensor, list[Tensor]]:
         tapped = []
         windows = windows_of(values)
-        for index, layer in numbered(self.layers):
+        for index, layer in enumerate(between(self.layers)):
             seen = windows if index in self.style.windowed else values
             self.attend(index, layer, x, cos, sin, seen)
             self.mlp(index, layer, x)

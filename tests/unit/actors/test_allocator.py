@@ -1,11 +1,13 @@
-"""Blocks of an allocator: none overlap, none is lost, whatever the order."""
+"""Blocks of an allocator: none overlap, none is lost, whatever the order. What shares a block."""
 
 from __future__ import annotations
+
+from itertools import chain, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.allocator import ALIGNMENT_BYTES, Allocator
+from actors.allocator import ALIGNMENT_BYTES, Allocator, groups
 
 SIZE = 20 * ALIGNMENT_BYTES
 
@@ -74,3 +76,12 @@ def test_what_it_can_never_hold_is_known() -> None:
     allocator = Allocator(10 * ALIGNMENT_BYTES + 200)
     assert allocator.fits(10 * ALIGNMENT_BYTES)
     assert not allocator.fits(10 * ALIGNMENT_BYTES + 1)
+
+
+@given(st.lists(st.integers(0, 9)), st.integers(0, 20))
+def test_as_many_as_fit_share_a_block(sizes: list[int], most: int) -> None:
+    found = groups(sizes, most)
+    assert list(chain.from_iterable(found)) == list(range(len(sizes)))
+    totals = [sum(sizes[place] for place in group) for group in found]
+    assert all(total <= most or len(group) == 1 for total, group in zip(totals, found, strict=True))
+    assert all(a + b > most for a, b in pairwise(totals))

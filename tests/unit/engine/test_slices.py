@@ -13,14 +13,13 @@ from time import monotonic, sleep
 import pytest
 import torch
 
-from actors.engine import slices
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
-from actors.engine.slices import Pace, layers_of, layers_per_slice
+from actors.engine.slices import Pace
+from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
-from actors.models.layers.block import numbered
 from actors.models.load import load
 from actors.options import ModelOptions
 from actors.telemetry.metrics import EncoderMetrics
@@ -148,24 +147,15 @@ def test_packs_are_completed_while_others_wait_for_a_step() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(
-    ("milliseconds", "layers", "seconds"),
-    [(5.1, 5, 0.005), (4.6, 5, 0.005), (0.1, 1, 0.001), (1000, 27, 0.027)],
-)
-def test_as_many_layers_as_fit(
-    monkeypatch: pytest.MonkeyPatch, milliseconds: float, layers: int, seconds: float
-) -> None:
-    clock = 0.0
-
-    def forward() -> None:
-        nonlocal clock
-        for _ in numbered(range(27)):
-            clock += 0.001
-
-    monkeypatch.setattr(slices, "perf_counter", lambda: clock)
-    chosen, taken = layers_per_slice(forward, milliseconds / 1000)
-    assert chosen == layers
-    assert taken == pytest.approx(seconds)
+def test_break_points_are_between_pieces_and_within_the_context_only() -> None:
+    seen: list[int | str] = []
+    with at_break_points(partial(seen.append, "outer")):
+        with at_break_points(partial(seen.append, "cut")):
+            seen.extend(between(range(3)))
+            seen.extend(between(range(1)))
+        seen.extend(between(range(2)))
+    seen.extend(between(range(2)))
+    assert seen == [0, "cut", 1, "cut", 2, 0, 0, "outer", 1, 0, 1]
 
 
 EVERY_RUN = ("clip-vit-l-336", "qwen25vl-7b", "step3vl-10b")
@@ -190,4 +180,7 @@ def test_every_family_says_where_its_layers_end(preset: str, tmp_path: Path) -> 
         graphs = GraphSet(tower, path, (tokens,) if tokens else (), Segments(4), device)
         graphs.capture(lambda budget, seconds: None)
         if tokens:
-            assert layers_of(partial(graphs.run, tokens, [item])) >= 2
+            reached: list[None] = []
+            with at_break_points(partial(reached.append, None)):
+                graphs.run(tokens, [item])
+            assert reached

@@ -9,10 +9,11 @@ import torch
 
 from actors.errors import ConfigError, StartError
 from actors.kernels.attention import HEAD_SIZES, SegmentAttention, TritonAttention, choose
+from actors.kernels.break_points import at_break_points
 from actors.kernels.gemm.cublaslt import GemmShape
 from actors.kernels.gemm.skinny_gemm import skinny_gemms
 from actors.kernels.hopper import cuda
-from actors.kernels.hopper.attention import HopperAttention, kernels_for
+from actors.kernels.hopper.attention import HopperAttention, kernels_for, launches
 from actors.kernels.hopper.cuda import CAPABILITY
 from actors.models.load import load
 from actors.options import ModelOptions
@@ -97,3 +98,18 @@ def test_check_says_it_too() -> None:
         parse(args)
     assert parse(args | {"graphs": {"mode": "off"}}).model.dtype == "float32"
     assert parse(args | {"encoder": {"device": "cpu", "num_gpus": 0}}).graphs.mode == "budget"
+
+
+@pytest.mark.parametrize(("patches", "count"), [(400, 1), (16384, 1), (20000, 2), (32768, 4)])
+def test_long_attention_has_several_launches_with_break_points_around_each(
+    patches: int, count: int
+) -> None:
+    qkv = torch.empty(patches, 3, 16, 72, device="meta")
+    assert list(launches(qkv)) == [(0, 1)]
+    seen: list[tuple[int, int] | None] = []
+    with at_break_points(lambda: seen.append(None)):
+        seen.extend(launches(qkv))
+    if count > 1:
+        assert seen[::2] == [None] * (count + 1)
+        seen = seen[1::2]
+    assert seen == [(index, count) for index in range(count)]
