@@ -13,6 +13,18 @@ from time import sleep
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
 
+SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
+TOKENS_PER_SHARE = 2048
+"""How many slices a step waits for. A step that only decodes is short, so it can wait for several
+and still be shorter than a prefill. Longer steps wait in proportion to their length."""
+ITEMS_PER_SHARE, MOST_SHARES = 2, 4
+"""Steps wait up to MOST_SHARES times as long while many items do. The items' requests then decode
+together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
+STEADY_TOKENS, STEADY_SHORT_SHARE = 512, 5
+"""How far they may: a slice per STEADY_TOKENS of the largest possible step, but at least one, and
+STEADY_SHORT_SHARE for a step that only decodes. Who limits steps to few tokens wants short gaps
+between tokens."""
+
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
 
@@ -81,3 +93,15 @@ class Pace:
 
     def before_step(self) -> None:
         """Makes the next step wait for the slices launched before."""
+
+
+def share_of(tokens: int, waiting: int, most_tokens: int) -> int:
+    """Slices that a step of the language model waits for, at least one.
+
+    `tokens`: in the step. `waiting`: items to be encoded. `most_tokens`: of the largest step.
+    """
+    share, least = max(1, tokens // TOKENS_PER_SHARE), 1
+    if tokens < SHORT_STEP_TOKENS:
+        share, least = SHORT_STEP_SHARE, STEADY_SHORT_SHARE
+    more = share * min(MOST_SHARES, 1 + waiting // ITEMS_PER_SHARE)
+    return min(more, max(least, most_tokens // STEADY_TOKENS))

@@ -33,6 +33,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.engine.engine import Engine
+from actors.engine.slices import share_of
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
 from actors.options import ActorOptions, GraphOptions, Options
@@ -61,13 +62,6 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """vLLM's names for an item's patches and its grid, by modality."""
-SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
-TOKENS_PER_SHARE = 2048
-"""How many slices a step waits for. A step that only decodes is short, so it can wait for several
-and still be shorter than a prefill. Longer steps wait in proportion to their length."""
-ITEMS_PER_SHARE, MOST_SHARES = 2, 4
-"""Steps wait up to MOST_SHARES times as long while many items do. The items' requests then decode
-together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
 
 
 class LocalOptions(Options):
@@ -115,10 +109,12 @@ class LocalEncoder:
     """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
     `submit` are called from vLLM's thread."""
 
-    def __init__(self, engine: Engine, ahead_bytes: int) -> None:
+    def __init__(self, engine: Engine, ahead_bytes: int, step_tokens: int) -> None:
+        """`step_tokens`: of the largest step (--max-num-batched-tokens)."""
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
+        self.step_tokens = step_tokens
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
@@ -375,7 +371,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             pace = encoder.engine.device.pace
             assert pace is not None
             waiting = sum(not item.done for item in encoder.items.values())
-            pace.step(share_of(metadata.tokens, waiting))
+            pace.step(share_of(metadata.tokens, waiting, encoder.step_tokens))
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""
@@ -384,14 +380,6 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
     assert encoder is not None, "vLLM has shut the connector down"
     return encoder
-
-
-def share_of(tokens: int, waiting: int) -> int:
-    """Slices that a step of so many tokens waits for, while so many items are waiting."""
-    share = max(1, tokens // TOKENS_PER_SHARE)
-    if tokens < SHORT_STEP_TOKENS:
-        share = SHORT_STEP_SHARE
-    return share * min(MOST_SHARES, 1 + waiting // ITEMS_PER_SHARE)
 
 
 def check(vllm_config: Any) -> None:
@@ -446,7 +434,8 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
-    return LocalEncoder(engine, options.ahead_bytes)
+    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+    return LocalEncoder(engine, options.ahead_bytes, step_tokens)
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

@@ -17,7 +17,7 @@ from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
-from actors.engine.slices import Pace
+from actors.engine.slices import Pace, share_of
 from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
@@ -184,3 +184,10 @@ def test_every_family_says_where_its_layers_end(preset: str, tmp_path: Path) -> 
             with at_break_points(partial(reached.append, None)):
                 graphs.run(tokens, [item])
             assert reached
+
+
+def test_steps_wait_longer_while_items_wait_unless_steps_are_to_be_short() -> None:
+    for largest, decoding, reading in ((8192, (3, 6, 12), (4, 8, 16)), (512, (3, 5, 5), (1, 1, 1))):
+        waiting = 0, 2, 99
+        assert tuple(share_of(8, some, largest) for some in waiting) == decoding
+        assert tuple(share_of(largest, some, largest) for some in waiting) == reading
