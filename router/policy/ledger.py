@@ -324,9 +324,12 @@ class Ledger:
 
 
 def tells(costs: Mapping[str, Cost | None]) -> bool:
-    """Whether replicas with these costs notify routers at once of each other's items."""
+    """Whether replicas with these costs notify routers at once of each other's items. One replica
+    does not, because then routers have nothing to choose."""
+    if not 1 < len(costs) <= TOLD_REPLICAS:
+        return False
     measured = (cost.seconds([TOLD_PATCHES]) for cost in costs.values() if cost)
-    return len(costs) <= TOLD_REPLICAS and min(measured, default=TOLD_SECONDS) >= TOLD_SECONDS
+    return min(measured, default=TOLD_SECONDS) >= TOLD_SECONDS
 
 
 def by_cost(
