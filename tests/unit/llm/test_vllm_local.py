@@ -68,7 +68,9 @@ class Images:
         return int(self.mm_features[index].mm_position.length)
 
 
-def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
+def configured(
+    model: str, cards: int = 1, cache: str = "lru", step_tokens: int = 8192, **options: Any
+) -> Any:
     """vllm.config.VllmConfig, as far as the connector reads it."""
     vllm = config(None, cache=cache)
     extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
@@ -76,6 +78,7 @@ def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -
     vllm.ec_transfer_config.get_from_extra_config = extra.get
     vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
     vllm.load_config = SimpleNamespace(load_format="dummy")
+    vllm.scheduler_config = SimpleNamespace(max_num_batched_tokens=step_tokens)
     vllm.model_config.model, vllm.model_config.revision = model, None
     vllm.model_config.dtype = torch.float32
     return vllm
@@ -276,6 +279,18 @@ def test_steps_leave_more_time_while_many_images_wait(
         stubbed.answer(place)
     stubbed.step(Images("text", {}), tokens=2048)
     assert shares[-1] == 2, "three are left"
+
+
+def test_where_steps_are_small_they_wait_for_few_slices(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves, shares = Stubbed(connector_module, monkeypatch, step_tokens=512), list[int]()
+    monkeypatch.setattr(halves.engine.device.pace, "step", shares.append)
+    halves.step(halves.images("a", *map(str, range(20))))
+    for tokens in (1, 512):
+        halves.step(Images("text", {}), tokens=tokens)
+    assert shares == [5, 1]
+    halves.worker.shutdown()
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
