@@ -21,7 +21,7 @@ from actors.errors import DeadlineExceeded, Overloaded, StartError
 from actors.families.registry import read
 from encoder_service.api import grpc as rpc
 from encoder_service.api import grpc_calls
-from encoder_service.api.grpc import ENVELOPE_BYTES, EncoderCalls, serving
+from encoder_service.api.grpc import CHUNK_BYTES, ENVELOPE_BYTES, EncoderCalls, serving
 from encoder_service.api.grpc_calls import OPEN_BYTES, Reads
 from encoder_service.bench.cluster import free_ports
 from encoder_service.client.grpc_transport import CONNECTIONS, GrpcTransport
@@ -120,14 +120,12 @@ def test_the_answers_of_a_stream_are_limited() -> None:
     asyncio.run(run())
 
 
-def test_our_client_opens_connections_as_calls_overlap_and_asks_for_large_chunks() -> None:
+def test_our_client_opens_connections_as_calls_overlap() -> None:
     peers: list[str] = []
-    sizes = set[int]()
     send = EncoderCalls.send
 
     async def seen(self: EncoderCalls, document: Document, context: Peer, most_bytes: int) -> None:
         peers.append(context.peer())
-        sizes.add(most_bytes)
         await send(self, document, context, most_bytes)
 
     async def run() -> None:
@@ -145,7 +143,27 @@ def test_our_client_opens_connections_as_calls_overlap_and_asks_for_large_chunks
         patch.setattr(EncoderCalls, "send", seen)
         asyncio.run(run())
     assert len(set(peers)) == CONNECTIONS
-    assert sizes == {LARGEST_CHUNK_BYTES}
+
+
+def test_our_client_asks_for_large_chunks_of_several_items() -> None:
+    sizes: list[int] = []
+    send = EncoderCalls.send
+
+    async def seen(self: EncoderCalls, document: Document, context: Peer, most_bytes: int) -> None:
+        sizes.append(most_bytes)
+        await send(self, document, context, most_bytes)
+
+    async def run() -> None:
+        async with listening(service(Fleet())) as (target, _):
+            transport = GrpcTransport(f"grpc://{target}", None, 10)
+            for count in (1, 2):
+                await transport.encode([ITEM] * count, {})
+            await transport.close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EncoderCalls, "send", seen)
+        asyncio.run(run())
+    assert sizes == [CHUNK_BYTES, LARGEST_CHUNK_BYTES, LARGEST_CHUNK_BYTES]
 
 
 def test_answers_count_until_their_call_has_ended() -> None:
