@@ -9,7 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from actors.errors import Overloaded, TooLarge
 from actors.types import Cost, Work
 from router.policy.balance import ReplicaGroup
-from router.policy.ledger import Ledger, Reservation
+from router.policy.ledger import TOLD_REPLICAS, Ledger, Reservation, tells
 
 LIMIT = 1000
 REPLICAS = ["a", "b", "c"]
@@ -231,6 +231,21 @@ def test_a_failed_replica_is_excluded_for_a_while() -> None:
     assert book.excluded("a", now=14.9)
     assert not book.excluded("a", now=15)
     assert not book.excluded("b", now=10)
+
+
+def test_replicas_tell_where_there_is_a_choice_and_the_news_comes_in_time() -> None:
+    fast, slow = Cost(0.001, 0, 0), Cost(0.005, 0, 0)
+    for costs, expected in {
+        (): False,
+        (None,): False,
+        (slow,): False,
+        (None, None): True,
+        (slow, slow): True,
+        (slow, fast): False,
+        (slow,) * TOLD_REPLICAS: True,
+        (slow,) * (TOLD_REPLICAS + 1): False,
+    }.items():
+        assert tells({str(place): cost for place, cost in enumerate(costs)}) == expected, costs
 
 
 class AnyOrder(RuleBasedStateMachine):
