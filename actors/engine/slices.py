@@ -21,9 +21,9 @@ ITEMS_PER_SHARE, MOST_SHARES = 2, 4
 """Steps wait up to MOST_SHARES times as long while many items do. The items' requests then decode
 together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
 STEADY_TOKENS, STEADY_SHORT_SHARE = 512, 5
-"""How far they may: a slice per STEADY_TOKENS of the largest possible step, but at least one, and
-STEADY_SHORT_SHARE for a step that only decodes. Who limits steps to few tokens wants short gaps
-between tokens."""
+"""A server that limits steps to few tokens is meant to have short gaps between tokens. So a step
+waits for at most one slice per STEADY_TOKENS of the largest possible step. This limit is never less
+than one slice, or STEADY_SHORT_SHARE slices for a step that only decodes."""
 
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
