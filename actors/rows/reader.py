@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from threading import Lock
 from typing import Any
@@ -98,11 +98,12 @@ class RowsReader:
         """Receives the bytes of held rows. `target` must be of their size."""
         self._call(READ, name, target)
 
-    def take(self, wanted: Sequence[tuple[str, memoryview]]) -> list[RowsRefused | None]:
+    def take(self, wanted: Sequence[tuple[str, memoryview]]) -> Iterator[RowsRefused | None]:
         """Receives the rows of whole names, both halves of them, into targets, and releases them.
-        Returns why each was refused. A target of another size ends the connection."""
-        answers = self._calls(TAKE, wanted)
-        return [one if isinstance(one, RowsRefused) else None for one in answers]
+        Yields why each was refused, once its answer has arrived, so that what arrived before the
+        connection was lost can be kept. A target of another size ends the connection."""
+        for answer in self._calls(TAKE, wanted):
+            yield answer if isinstance(answer, RowsRefused) else None
 
     def free(self, name: str) -> None:
         self._call(FREE, name)
@@ -125,8 +126,9 @@ class RowsReader:
 
     def _calls(
         self, verb: bytes, calls: Sequence[tuple[str, memoryview | None]]
-    ) -> list[dict[str, Any] | RowsRefused]:
-        """Sends requests together, and then receives their answers."""
+    ) -> Iterator[dict[str, Any] | RowsRefused]:
+        """Sends requests together, and then yields their answers. Not taking all of them ends the
+        connection."""
         halves = 2 if verb == TAKE else 1
         right = [is_name(name, halves) for name, _ in calls]
         names = (name for (name, _), sent in zip(calls, right, strict=True) if sent)
@@ -139,10 +141,11 @@ class RowsReader:
                 # In one system call, because the replica may not read before its answer is read.
                 # Sockets hold the requests of 1000 items, the most that limits.max_items may be.
                 send(self._channel, memoryview(requests))
-                return [
-                    self._answer(target) if sent else RowsRefused("this is not an id")
-                    for (_, target), sent in zip(calls, right, strict=True)
-                ]
+                for (_, target), sent in zip(calls, right, strict=True):
+                    yield self._answer(target) if sent else RowsRefused("this is not an id")
+            except GeneratorExit:
+                self.close()
+                raise
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
 

@@ -198,7 +198,7 @@ def take_all(reader: RowsReader, items: Sequence[Document]) -> None:
     names = [item["reference"].partition(".")[2] for item in items]
     targets = [memoryview(one) for one in rows]
     refused = reader.take(list(zip(names, targets, strict=True)))
-    for item, data, refusal in zip(items, rows, refused, strict=True):
+    for refusal, item, data in zip(refused, items, rows, strict=True):
         if refusal is None:
             del item["reference"]
             item["data"] = data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from hashlib import sha256
@@ -252,6 +252,36 @@ def test_an_idle_connection_that_was_just_ended_is_replaced(
         assert client.client.direct
         assert not client.client.direct.avoided
     assert served.fleet.fetched == 0
+
+
+def test_what_arrived_before_the_connection_was_lost_is_kept(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, answers, asked = RowsReader._answer, iter(range(9)), list[str]()
+    take, fetch = RowsReader.take, served.fleet.fetch
+
+    def broken(self: RowsReader, target: memoryview | None) -> Any:
+        if next(answers) == 1:
+            raise ConnectionResetError
+        return answer(self, target)
+
+    def taken(self: RowsReader, wanted: Sequence[tuple[str, memoryview]]) -> Any:
+        asked.extend(name for name, _ in wanted)
+        return take(self, wanted)
+
+    async def fetched(reference: str) -> Kept:
+        asked.append(reference)
+        return await fetch(reference)
+
+    monkeypatch.setattr(RowsReader, "_answer", broken)
+    monkeypatch.setattr(RowsReader, "take", taken)
+    monkeypatch.setattr(served.fleet, "fetch", fetched)
+    with Client(served.url, direct=True) as client:
+        for one, kept in zip(encoded(client), served.rows(), strict=True):
+            np.testing.assert_array_equal(one, kept)
+    first, *others = (reference.partition(".")[2] for reference in served.fleet.kept)
+    assert asked[:5] == [first, *others, *others]
+    assert not [one for one in asked[5:] if one.endswith(first)]
 
 
 def test_what_is_too_large_to_be_kept_is_sent(served: Served) -> None:

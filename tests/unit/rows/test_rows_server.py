@@ -429,7 +429,7 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     store.lost.add(others)
     unknown = "a" * 32 + "." + "d" * 32
     names = ("a" * 32, unknown, mine, mine + ".e", others, "a.b", mine)
-    answers = reader.take([(name, memory) for name in names])
+    answers = list(reader.take([(name, memory) for name in names]))
     not_id = "not an id"
     reasons = [not_id, server.UNKNOWN, "None", not_id, "not written", not_id, server.UNKNOWN]
     assert all(why in str(one) for why, one in zip(reasons, answers, strict=True))
@@ -440,7 +440,7 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     assert store.held == 0
     store.lost.clear()
     with pytest.raises(ConnectionError):  # it sends as many bytes as there are
-        reader.take([(others, memory[1:])])
+        list(reader.take([(others, memory[1:])]))
     until(lambda: store.held == 0)
 
 
