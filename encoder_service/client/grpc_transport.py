@@ -50,7 +50,7 @@ class GrpcTransport:
         chunks = (CHUNK_KEY, str(LARGEST_CHUNK_BYTES))
         self.in_large_chunks = self.settings | {"metadata": (*self.settings["metadata"], chunks)}
         """For several items, which then take less CPU time. Rows of a single one arrive sooner in
-        smaller chunks, because one is copied while the next is sent."""
+        the service's own, smaller chunks, because one is copied while the next is sent."""
 
     async def encode(self, items: list[RequestItem], options: dict[str, Any]) -> Document:
         """Encodes over a stream of small messages, because one message with all rows would be

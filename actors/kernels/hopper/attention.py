@@ -25,7 +25,8 @@ LANE_BYTES = 128  # a swizzled row in shared memory: 64 columns
 PADDED = (72,)  # head sizes with columns to spare in the GEMM of the scores; see attention.cu
 HEADROOM = {"bf16": 32.0, "f16": 4.0}  # weights start below 2 ** -HEADROOM and may grow to 2
 LAUNCH_OPERATIONS = 1.35e12
-"""The most of one launch where break points are in use: 2.5 ms at 540 TFLOP/s."""
+"""Floating-point operations of a launch where break points are in use, at most: 2.5 ms at 540
+TFLOP/s."""
 
 log = logging.getLogger(__name__)
 
@@ -128,8 +129,8 @@ class HopperAttention:
 def launches(qkv: Tensor) -> Iterator[tuple[int, int]]:
     """The index and the count of the launches over qkv.
 
-    One, unless break points are in use and a single segment would take it longer than 2.5 ms. Then
-    there are break points before, between and after the launches.
+    One, unless break points are in use and it would take over 2.5 ms if all rows were one segment.
+    Then there are break points before, between and after the launches.
     """
     rows, _, heads, size = qkv.shape
     operations = 4 * rows**2 * heads * size

@@ -444,6 +444,21 @@ def test_what_is_taken_is_released(store: Dictionary, place: RowsPlace) -> None:
     until(lambda: store.held == 0)
 
 
+def test_answers_that_nobody_takes_end_the_connection(store: Dictionary, place: RowsPlace) -> None:
+    """The next call would receive them."""
+    names = ["a" * 32 + "." + letter * 32 for letter in "bc"]
+    store.tensors |= dict.fromkeys(names, ROWS)
+    memory = torch.zeros_like(ROWS).view(torch.uint8).flatten().numpy().data
+    reader = reader_of(place)
+    answers = reader.take([(name, memory) for name in names])
+    assert next(answers) is None
+    del answers
+    assert not reader.alive
+    with pytest.raises(ConnectionError):
+        reader.ping()
+    until(lambda: store.held == 0)
+
+
 def test_what_could_not_be_sent_is_not_released(
     store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
