@@ -9,6 +9,7 @@ which are contiguous in slots, only from such places.
 from __future__ import annotations
 
 import logging
+import math
 import struct
 from collections.abc import Sequence
 from functools import cache
@@ -29,6 +30,7 @@ TILE_ROWS = STRIP_ROWS * RING.groups * RING.cluster  # queries of an entry of th
 ALIGNED = 16  # slots
 FLUSH = 4  # blocks of keys that the tensor cores sum up before their sums are added in float32
 SLOTS = 32  # per block of the kernel that quantises
+HEAD_PARTS = 8  # blocks that share the heads of the same slots
 HEADROOM = 1.0  # octaves between a row's largest weight and 448, when its reference is chosen
 FOLDER = Path(__file__).parent
 
@@ -81,7 +83,7 @@ class HopperLongAttention:
         qk = torch.empty(slots + RING.keys, row, dtype=torch.uint8, device=qkv.device)
         value = torch.empty(heads * size, slots, dtype=torch.uint8, device=qkv.device)
         angles = (qkv, qkv) if cos is None or sin is None else (cos, sin)
-        grid = (-(-slots // SLOTS), 1, 1)
+        grid = (-(-slots // SLOTS), math.gcd(2 * heads, HEAD_PARTS), 1)
         self.prepare[cos is not None].launch(grid, qkv, *angles, tokens, qk, value, slots, heads)
         # Keys 4a + 2b + c of 16 arrive as rows 8b + 2a + c: see attention_fp8.cu.
         sizes, steps = (row, slots, 4, 2, RING.keys // 16), (row, 4 * row, 2 * row, 16 * row)

@@ -2,10 +2,12 @@
 // slots. Rotates queries and keys of the others in place, for attention in 16 bits.
 // attention_fp8.py explains slots, and defines SIZE, ROTARY, and the scales QK_SCALE and V_SCALE.
 //
-// A block takes 32 slots, so that it fills whole sectors of the transposed values. A thread keeps
-// the angles of four pairs of columns of one slot, for all heads.
+// A block takes 32 slots, so that it fills whole sectors of the transposed values, and a part of the
+// heads. A thread keeps the angles of four pairs of columns of one slot, for all of its heads.
 
 constexpr int HALF = SIZE / 2, PARTS = HALF / 4, SLOTS = 32, THREADS = SLOTS * PARTS;
+constexpr int WARPS = THREADS / 32;
+constexpr int BATCH = 4;  // heads that a thread loads before it stores any of them
 constexpr int PITCH = SIZE > 64 ? 80 : 64;
 constexpr int QUADS = (SIZE + 15) / 16;  // of 4 x 4 columns
 
@@ -17,8 +19,7 @@ DEVICE u32 codes(float a, float b, float c, float d) {
     return all;
 }
 
-DEVICE void unpack(float (&to)[4], const ELEMENT* from) {
-    uint2 both = *(const uint2*)from;
+DEVICE void unpack(float (&to)[4], uint2 both) {
     to[0] = low(both.x), to[1] = high(both.x), to[2] = low(both.y), to[3] = high(both.y);
 }
 
@@ -51,30 +52,36 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             load4(c, cos + (long long)token * HALF + part * 4);
             load4(s, sin + (long long)token * HALF + part * 4);
         }
-        ELEMENT* from = qkv + (long long)token * 3 * heads * SIZE + part * 4;
-        if (chosen) {
+        int count = 2 * heads / gridDim.y, first = blockIdx.y * count;
+        ELEMENT* from = qkv + ((long long)token * 3 * heads + first) * SIZE + part * 4;
+        unsigned char* to = qk + ((long long)slot * 2 * heads + first) * PITCH + part * 4;
 #pragma unroll
-            for (int j = 0; j < 4; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
-            unsigned char* to = qk + (long long)slot * 2 * heads * PITCH + part * 4;
-#pragma unroll 4
-            for (int i = 0; i < 2 * heads; i++, from += SIZE, to += PITCH) {
-                float x[4], y[4];
-                unpack(x, from);
-                unpack(y, from + HALF);
-                rotated(x, y, c, s);
-                *(u32*)to = codes(x[0], x[1], x[2], x[3]);
-                *(u32*)(to + HALF) = codes(y[0], y[1], y[2], y[3]);
-                if (SIZE == 72 && part < 2) *(u32*)(to + SIZE) = 0;
+        for (int j = 0; j < 4 && chosen; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
+        for (int start = 0; start < count; start += BATCH) {
+            uint2 loaded[BATCH][2];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const ELEMENT* at = from + min(start + i, count - 1) * SIZE;
+                loaded[i][0] = *(const uint2*)at;
+                loaded[i][1] = *(const uint2*)(at + HALF);
             }
-        } else {
-#pragma unroll 4
-            for (int i = 0; i < 2 * heads; i++, from += SIZE) {
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                if (start + i >= count) break;
                 float x[4], y[4];
-                unpack(x, from);
-                unpack(y, from + HALF);
+                unpack(x, loaded[i][0]);
+                unpack(y, loaded[i][1]);
                 rotated(x, y, c, s);
-                *(uint2*)from = make_uint2(pair(x[0], x[1]), pair(x[2], x[3]));
-                *(uint2*)(from + HALF) = make_uint2(pair(y[0], y[1]), pair(y[2], y[3]));
+                if (chosen) {
+                    unsigned char* head = to + (start + i) * PITCH;
+                    *(u32*)head = codes(x[0], x[1], x[2], x[3]);
+                    *(u32*)(head + HALF) = codes(y[0], y[1], y[2], y[3]);
+                    if (SIZE == 72 && part < 2) *(u32*)(head + SIZE) = 0;
+                } else {
+                    ELEMENT* head = from + (start + i) * SIZE;
+                    *(uint2*)head = make_uint2(pair(x[0], x[1]), pair(x[2], x[3]));
+                    *(uint2*)(head + HALF) = make_uint2(pair(y[0], y[1]), pair(y[2], y[3]));
+                }
             }
         }
     }
@@ -87,14 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (!any) return;
 #pragma unroll 2
-    for (int i = threadIdx.x / 32; i < heads * QUADS; i += THREADS / 32) {
+    for (int i = blockIdx.y * WARPS + threadIdx.x / 32; i < heads * QUADS; i += WARPS * gridDim.y) {
         int head = i / QUADS, column = (i % QUADS * 4 + lane % 4) * 4;
         if (column >= SIZE) continue;
         float x[4][4];
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             long long row = max(from[j], 0);
-            unpack(x[j], qkv + ((row * 3 + 2) * heads + head) * SIZE + column);
+            unpack(x[j], *(const uint2*)(qkv + ((row * 3 + 2) * heads + head) * SIZE + column));
 #pragma unroll
             for (int k = 0; k < 4; k++) x[j][k] *= V_SCALE;
         }
