@@ -35,8 +35,8 @@ Qwen's, which have a scale per block, use the second."""
 BLOCK = 128
 """Rows and columns of a block that shares a scale."""
 UNREAD = (".input_scale",)
-"""Suffix of static scales for activations. They are not read, because our scales are per row and
-computed at run time; see kernels/gemm/fp8.py."""
+"""Suffix of scales for activations. They are not read, because ours follow from the weights; see
+kernels/gemm/fp8.py."""
 
 QUANTISED = (*SCALES, "scales", "qweight", "qzeros", "g_idx", "absmax", "quant_map")
 """Suffixes of the tensors that accompany quantised weights."""

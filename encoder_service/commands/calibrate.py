@@ -39,9 +39,10 @@ from actors.types import Item
 from encoder_service.commands import above_zero, add_command
 from encoder_service.config import encoders, load
 
-ROWS_ERROR = 5e-2
+ROWS_ERROR = 4.5e-2
 ROWS_COSINE = 0.998
-"""Limits for the rows of every image: maximum relative error, minimum cosine similarity."""
+"""Limits for the rows of every image: maximum relative error, minimum cosine similarity. Images
+unlike the given ones may have larger errors: in BENCHMARKS.md by up to 8 %."""
 
 
 def add(subcommands: Any) -> None:
@@ -148,7 +149,7 @@ class Calibration:
             raise ConfigError(
                 f"no layer can run in FP8: relative errors of layers start at {least:.1e} "
                 f"(--bound is {bound:.1e}), and that of the rows must be below "
-                f"{ROWS_ERROR:.0e}: leave graphs.precision at bf16"
+                f"{ROWS_ERROR:.1e}: leave graphs.precision at bf16"
             )
         count, found = best
         chosen = tuple(name for name in self.errors if name in within[:count])

@@ -48,4 +48,4 @@ def projector_of(spec: ModelSpec, weights: Weights) -> Callable[[Tensor], Tensor
     if spec.vision["projector_norm"]:
         return Merger(weights.affine(NORM), up, down, epsilon=EPSILON)
     merged = clip.dimensions(spec).merged
-    return lambda x: down.gemm(F.gelu(up.gemm(x.view(-1, merged))))
+    return lambda x: down.linear(F.gelu(up.linear(x.view(-1, merged))))

@@ -40,7 +40,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     last, up, down = (weights.affine(name) for name in (LAST_NORM, *PROJECTOR))
 
     def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return down.gemm(F.gelu(up.gemm(layer_norm(x, last, epsilon))))
+        return down.linear(F.gelu(up.linear(layer_norm(x, last, epsilon))))
 
     return PackedParts(
         embedding=weights.embedding(PATCHES, spec),

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actors.kernels.gemm.fp8 import Fp8Rows, Matrix, values
+from actors.kernels.gemm.fp8 import Fp8Matrix, Matrix, values
 
 Epilogue = Literal["bias", "gelu_tanh", "add"]
 """What a GEMM does with its result: adds a bias; adds a bias and applies GELU (tanh); adds the
@@ -25,10 +25,9 @@ result to the output."""
 COMPUTE_32F, REAL_32F = 68, 0
 TYPES = {torch.bfloat16: 14, torch.float16: 2, torch.float8_e4m3fn: 28}
 EPILOGUES: dict[Epilogue, int] = {"bias": 4, "gelu_tanh": 36, "add": 1}
-# Attributes of a matmul description. Those of scales are for the weight, then for x.
-TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER, FAST_ACCUMULATION = 3, 7, 8, 25
-SCALE_POINTERS, SCALE_MODES = (17, 18), (31, 32)
-SCALE_OF_EACH_ROW = 3
+# Attributes of a matmul description.
+TRANSPOSE_FIRST, EPILOGUE, BIAS_POINTER, FAST_ACCUMULATION, BIAS_TYPE = 3, 7, 8, 25, 26
+OUT_SCALE_POINTER = 20
 MAX_WORKSPACE_BYTES = 1  # attribute of a preference
 MOST_ALGORITHMS = 8
 
@@ -58,8 +57,11 @@ class GemmShape:
     x_stride: int
     out_stride: int
     dtype: torch.dtype
-    """The dtype of out, and of x and weight unless they are in FP8."""
+    """The dtype of the bias, and of what is not in FP8."""
     fp8: bool = False
+    """Whether x and weight are in FP8."""
+    fp8_out: bool = False
+    """Whether out is."""
 
 
 class CublasLtPlan:
@@ -73,14 +75,18 @@ class CublasLtPlan:
         self._describe(EPILOGUE, c_int(EPILOGUES[epilogue]))
         if shape.fp8:
             self._describe(FAST_ACCUMULATION, c_int8(1))
-            for mode, pointer in zip(SCALE_MODES, SCALE_POINTERS, strict=True):
-                self._describe(mode, c_int(SCALE_OF_EACH_ROW))
-                # Without a pointer cuBLASLt offers no algorithms. Only `run` sets a real one.
-                self._describe(pointer, c_uint64(ALIGNED_BYTES))
-        dtype = torch.float8_e4m3fn if shape.fp8 else shape.dtype
-        self.weight = self._layout(dtype, shape.k, shape.n, shape.k)
-        self.x = self._layout(dtype, shape.k, shape.rows, shape.x_stride)
-        self.out = self._layout(shape.dtype, shape.n, shape.rows, shape.out_stride)
+        if shape.fp8_out:
+            self._describe(BIAS_TYPE, c_int(TYPES[shape.dtype]))
+            # Only `run` sets a real pointer.
+            self._describe(OUT_SCALE_POINTER, c_uint64(ALIGNED_BYTES))
+        inputs, out = (
+            torch.float8_e4m3fn if fp8 else shape.dtype for fp8 in (shape.fp8, shape.fp8_out)
+        )
+        self.weight = self._layout(inputs, shape.k, shape.n, shape.k)
+        self.x = self._layout(inputs, shape.k, shape.rows, shape.x_stride)
+        self.out = self._layout(out, shape.n, shape.rows, shape.out_stride)
+        # What the result is added to is in 16 bits, even if nothing is added.
+        self.before = self._layout(shape.dtype, shape.n, shape.rows, shape.out_stride)
         self.keep = c_float(1.0 if epilogue == "add" else 0.0)
 
     def algorithms(self) -> list[Algorithm]:
@@ -96,28 +102,31 @@ class CublasLtPlan:
         results = (Algorithm * MOST_ALGORITHMS)()
         # The return code only says whether there are any.
         self.calls.cublasLtMatmulAlgoGetHeuristic(
-            *(self.handle, self.description, self.weight, self.x, self.out, self.out),
+            *(self.handle, self.description, self.weight, self.x, self.before, self.out),
             *(preference, MOST_ALGORITHMS, results, byref(found)),
         )
         self._call("MatmulPreferenceDestroy", preference)
         return [result for result in results[: found.value] if result.state == 0]
 
     def run(
-        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor
+        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix
     ) -> None:
         """Enqueues one GEMM on the current stream. Raises RuntimeError if cuBLASLt rejects it."""
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
-        for pointer, matrix in zip(SCALE_POINTERS, (weight, x), strict=True):
-            if isinstance(matrix, Fp8Rows):
-                self._describe(pointer, c_uint64(matrix.scales.data_ptr()))
-        one, place = c_float(1), c_void_p(out.data_ptr())
+        factor, before = 1.0, values(out)
+        if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Matrix):
+            factor = weight.scale.factor * x.scale.factor
+        if isinstance(out, Fp8Matrix):
+            self._describe(OUT_SCALE_POINTER, c_uint64(out.scale.reciprocal.data_ptr()))
+            before = values(weight)  # is not read, but may not be `out`
         self._call(
             "Matmul",
-            *(self.handle, self.description, byref(one)),
+            *(self.handle, self.description, byref(c_float(factor))),
             *(c_void_p(values(weight).data_ptr()), self.weight),
             *(c_void_p(values(x).data_ptr()), self.x),
-            *(byref(self.keep), place, self.out, place, self.out),
+            *(byref(self.keep), c_void_p(before.data_ptr()), self.before),
+            *(c_void_p(values(out).data_ptr()), self.out),
             *(byref(algorithm.algorithm), None, c_size_t(0)),
             c_void_p(torch.cuda.current_stream().cuda_stream),
         )

@@ -24,7 +24,14 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
-from actors.kernels.gemm.fp8 import FEWEST_ROWS, Fp8Rows, Matrix, scaled_mm, values
+from actors.kernels.gemm.fp8 import (
+    FEWEST_ROWS,
+    Fp8Matrix,
+    Fp8Scale,
+    Matrix,
+    scaled_mm,
+    values,
+)
 from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 
 MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
@@ -50,13 +57,21 @@ class CublasLtGemm:
     plan: CublasLtPlan
     algorithm: Algorithm
 
-    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor) -> None:
+    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix) -> None:
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 
 CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
 """The choices of this process, which has one device. Layers of the same shape share a choice. None:
 torch's GEMM."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Layer:
+    """What a layer has to run in FP8."""
+
+    weight: Fp8Matrix
+    inputs: Fp8Scale
 
 
 class Gemm:
@@ -68,18 +83,19 @@ class Gemm:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor] | None,
         epilogue: Epilogue,
-        quantised: Sequence[Fp8Rows | None] = (),
+        fp8: Sequence[Fp8Layer | None] = (),
     ) -> None:
         assert (biases is None) == (epilogue == "add"), "This is a bug."
         assert all(weight.is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
-        self.quantised: Sequence[Fp8Rows | None] = quantised or [None] * len(weights)
+        self.fp8: Sequence[Fp8Layer | None] = fp8 or [None] * len(weights)
 
-    def fp8(self, layer: int, rows: int) -> bool:
-        """Whether x should be in FP8 if it has this many rows."""
-        return rows >= FEWEST_ROWS and self.quantised[layer] is not None
+    def inputs(self, layer: int, rows: int) -> Fp8Scale | None:
+        """The scale of x in FP8 if it has this many rows. None: it should be in 16 bits."""
+        found = self.fp8[layer]
+        return found.inputs if found and rows >= FEWEST_ROWS else None
 
     def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
@@ -87,56 +103,73 @@ class Gemm:
         `out`: may be some columns of a wider matrix. If x is in FP8, so are the weights that are
         used.
         """
-        weight = self._pairs(x)[layer][0]
-        assert weight is not None, "the layer is not in FP8. This is a bug."
         bias = self.biases[layer] if self.biases else None
         given = out if out is not None else bias
         assert given is not None, "the epilogue add needs an output. This is a bug."
+        made = given.new_empty(len(x), len(self.weights[layer])) if out is None else out
+        self._run(layer, x, made, given.dtype)
+        return made
+
+    def quantised(self, layer: int, x: Fp8Matrix, scale: Fp8Scale) -> Fp8Matrix:
+        """Like __call__, with the result in FP8, too. Not with the epilogue "add"."""
+        weight = self.weights[layer]
+        empty = weight.new_empty(len(x), len(weight), dtype=torch.float8_e4m3fn)
+        made = Fp8Matrix(empty, scale)
+        self._run(layer, x, made, weight.dtype)
+        return made
+
+    def _run(self, layer: int, x: Matrix, out: Matrix, dtype: torch.dtype) -> None:
+        weight, bias = self._pairs(x)[layer]
+        assert weight is not None, "the layer is not in FP8. This is a bug."
         n, k = values(weight).shape
-        stride = n if out is None else out.stride(0)
-        form = (given.dtype, isinstance(x, Fp8Rows))
-        shape = GemmShape(len(x), n, k, values(x).stride(0), stride, *form)
-        usual = aligned(values(weight), values(x), out)
+        strides = values(x).stride(0), values(out).stride(0)
+        fp8 = isinstance(x, Fp8Matrix), isinstance(out, Fp8Matrix)
+        shape = GemmShape(len(x), n, k, *strides, dtype, *fp8)
+        usual = aligned(values(weight), values(x), values(out))
         if usual and _tuning.get() and (shape, self.epilogue) not in CHOICES:
-            CHOICES[shape, self.epilogue] = self._fastest(shape, x)
+            CHOICES[shape, self.epilogue] = self._fastest(shape, x, out)
         choice = CHOICES.get((shape, self.epilogue))
         if choice is None or not usual:
-            return self._plain(weight, bias, x, out)
-        if out is None:
-            out = given.new_empty(shape.rows, shape.n)
-        choice.run(weight, bias, x, out)
-        return out
+            self._plain(weight, bias, x, out, dtype)
+        else:
+            choice.run(weight, bias, x, out)
 
     def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
         """For each layer, the weight in the format of x, and the bias."""
-        weights: Sequence[Matrix | None] = self.weights if isinstance(x, Tensor) else self.quantised
+        weights: Sequence[Matrix | None] = self.weights
+        if isinstance(x, Fp8Matrix):
+            weights = [layer.weight if layer else None for layer in self.fp8]
         biases: Sequence[Tensor | None] = self.biases or [None] * len(weights)
         return list(zip(weights, biases, strict=True))
 
-    def _plain(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor | None) -> Tensor:
-        if isinstance(weight, Fp8Rows) and isinstance(x, Fp8Rows):
-            assert self.epilogue != "gelu_tanh", "This is a bug."
-            if bias is not None:
-                result = scaled_mm(x, weight, bias, bias.dtype)
-                return result if out is None else out.copy_(result)
-            assert out is not None, "This is a bug."
-            return out.add_(scaled_mm(x, weight, None, out.dtype))
-        weight, x = values(weight), values(x)
-        if bias is None:
-            assert out is not None, "This is a bug."
-            return out.addmm_(x, weight.t())
+    def _plain(
+        self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix, dtype: torch.dtype
+    ) -> None:
+        if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Matrix):
+            result = scaled_mm(x, weight, bias, dtype)
+            if self.epilogue == "gelu_tanh":
+                result = F.gelu(result, approximate="tanh")
+            if isinstance(out, Fp8Matrix):
+                result = Fp8Matrix.rounded(result, out.scale).values
+            values(out).copy_(result if self.epilogue != "add" else values(out) + result)
+            return
+        x, weight, out = values(x), values(weight).t(), values(out)
+        added = out if bias is None else bias
         if self.epilogue == "gelu_tanh":
-            result = torch._addmm_activation(bias, x, weight.t(), use_gelu=True)
+            torch._addmm_activation(added, x, weight, use_gelu=True, out=out)
         else:
-            result = F.linear(x, weight, bias)
-        return result if out is None else out.copy_(result)
+            torch.addmm(added, x, weight, out=out)
 
-    def _fastest(self, shape: GemmShape, x: Matrix) -> CublasLtGemm | SkinnyGemm | None:
+    def _fastest(
+        self, shape: GemmShape, x: Matrix, out: Matrix
+    ) -> CublasLtGemm | SkinnyGemm | None:
         """The fastest choice. None: only torch's GEMM takes this shape."""
-        scratch = values(x).new_zeros(shape.rows, shape.out_stride, dtype=shape.dtype)[:, : shape.n]
+        kind = values(out).dtype
+        zeros = values(x).new_zeros(shape.rows, shape.out_stride, dtype=kind)[:, : shape.n]
+        scratch = Fp8Matrix(zeros, out.scale) if isinstance(out, Fp8Matrix) else zeros
         pairs = [(weight, bias) for weight, bias in self._pairs(x) if weight is not None]
         timed = []
-        for index, choice in enumerate(choices(shape, self.epilogue, scratch.device)):
+        for index, choice in enumerate(choices(shape, self.epilogue, values(x).device)):
 
             def launch(choice: CublasLtGemm | SkinnyGemm = choice) -> None:
                 for turn in range(launches(shape)):
@@ -167,9 +200,9 @@ def launches(shape: GemmShape) -> int:
     return max(1, min(MOST_LAUNCHES, int(fitting)))
 
 
-def aligned(*matrices: Tensor | None) -> bool:
-    """Whether the matrices are aligned as the timed algorithms expect. None: not allocated yet."""
-    return not any(matrix.data_ptr() % ALIGNED_BYTES for matrix in matrices if matrix is not None)
+def aligned(*matrices: Tensor) -> bool:
+    """Whether the matrices are aligned as the timed algorithms expect."""
+    return not any(matrix.data_ptr() % ALIGNED_BYTES for matrix in matrices)
 
 
 def graph_seconds(launch: Callable[[], None]) -> float:

@@ -1,7 +1,7 @@
-"""What runs between the GEMMs of a block, each in one pass: norm, quantisation, rotary, SwiGLU,
-additions.
+"""What runs between the GEMMs of a block, each in one pass: norm, rotary, activation, additions;
+and the quantisation of rows that leave the service.
 
-On short sequences, the first three start before the previous kernel has finished; see `overlaps`.
+On short sequences, norm and rotary start before the previous kernel has finished; see `overlaps`.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from actors.kernels.gemm import fp8
-from actors.kernels.gemm.fp8 import Fp8Rows
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Rows, Fp8Scale, Matrix, values
 from actors.kernels.hopper.cuda import overlaps
 
 BLOCK = 1024  # columns or pairs per program
 
 WIDE = 2048  # norms of wider rows take one row per program
 NORM_ROWS = 2048
-"""Norms of up to this many rows are fastest with four rows per program, others with two (H200)."""
+"""Norms of up to this many rows are fastest with four rows per program, others with one (H200)."""
 SHIFT_ROWS = 4
 FEWEST_REST = 16
+GATED = ("swiglu", "swiglu_10", "geglu_tanh")
 
 LARGEST, TINY = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.TINY)
 
@@ -34,9 +35,9 @@ def norm_kernel(
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,
-    scales: tl.tensor,
     rows: tl.tensor,
     epsilon: tl.tensor,
+    factor: tl.tensor,
     CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -44,7 +45,7 @@ def norm_kernel(
     FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """ROWS rows per program."""
+    """ROWS rows per program. The result is multiplied by `factor`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
@@ -61,46 +62,29 @@ def norm_kernel(
         value -= (tl.sum(value, 1) / WIDTH)[:, None]
     value = tl.where(inside, value, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)[:, None]
-    result = value * scale * by + plus
-    if FP8:
-        largest = tl.maximum(tl.max(tl.abs(result), 1), TINY)[:, None]
-        tl.store(scales + row, largest / LARGEST, mask=row < rows)
-        result *= LARGEST / largest
-    tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+    result = (value * scale * by + plus) * factor
+    to = out + place
+    if FP8:  # stored as it was loaded: wider stores would take an exchange in shared memory
+        to = tl.max_contiguous(tl.multiple_of(to, (1, 8)), (1, 8))
+    tl.store(to, result.to(out.dtype.element_ty), mask=mask)
 
 
 def norm(
-    x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
-) -> Tensor:
-    """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width]."""
-    out = torch.empty_like(x)
-    launch_norm(x, shift, weight, bias, epsilon, centred, out, None)
-    return out
-
-
-def quantised_norm(
-    x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, epsilon: float, *, centred: bool
-) -> Fp8Rows:
-    """Like norm, with the result in FP8."""
-    out = empty_fp8(x, x.shape[1])
-    launch_norm(x, shift, weight, bias, epsilon, centred, out.values, out.scales)
-    return out
-
-
-def launch_norm(
     x: Tensor,
     shift: Tensor,
     weight: Tensor,
     bias: Tensor,
     epsilon: float,
+    *,
     centred: bool,
-    out: Tensor,
-    scales: Tensor | None,
-) -> None:
-    """`scales`: those of the rows of `out`, if that is in FP8."""
+    fp8: Fp8Scale | None = None,
+) -> Matrix:
+    """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width]. `fp8`:
+    the scale of the result, if that is in FP8."""
     rows, width = x.shape
+    out, factor = empty(x, width, fp8)
     early = overlaps(x.device, rows)
-    together, warps = (4, 4) if rows <= NORM_ROWS else (2, 2)
+    together, warps = (4, 4) if rows <= NORM_ROWS else (1, 1)
     if width > WIDE:
         together, warps = 1, 8
     norm_kernel[(triton.cdiv(rows, together),)](
@@ -108,51 +92,28 @@ def launch_norm(
         shift,
         weight,
         bias,
-        out,
-        out if scales is None else scales,
+        values(out),
         rows,
         epsilon,
+        factor,
         CENTRED=centred,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=together,
-        FP8=scales is not None,
+        FP8=fp8 is not None,
         OVERLAPS=early,
         launch_pdl=early,
         num_warps=warps,
     )
+    return out
 
 
-def empty_fp8(x: Tensor, width: int) -> Fp8Rows:
-    """As many rows as x, uninitialised."""
-    return Fp8Rows(
-        torch.empty(len(x), width, dtype=torch.float8_e4m3fn, device=x.device),
-        torch.empty(len(x), dtype=torch.float32, device=x.device),
-    )
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def activated(
-    at: tl.tensor, mask: tl.tensor, width: tl.tensor, ACTIVATION: tl.constexpr
-) -> tl.tensor:
-    """Loads x and applies the activation, in float32. In gated ones, `up` is `width` after gate."""
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    if ACTIVATION == "gelu":
-        x = 0.5 * x * (1 + tl.erf(x * 0.7071067811865476))
-    elif ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":
-        # (1 + tanh(z)) / 2 is the sigmoid of 2z.
-        x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-    elif ACTIVATION == "quick_gelu":
-        x = x * tl.sigmoid(1.702 * x)
-    elif ACTIVATION == "swiglu":
-        x = x * tl.sigmoid(x)
-    elif ACTIVATION == "swiglu_10":
-        x = tl.minimum(x, 10.0)
-        x = x * tl.sigmoid(x)
-    if ACTIVATION == "swiglu" or ACTIVATION == "swiglu_10" or ACTIVATION == "geglu_tanh":
-        up = tl.load(at + width, mask=mask, other=0.0).to(tl.float32)
-        x *= tl.clamp(up, -10.0, 10.0) if ACTIVATION == "swiglu_10" else up
-    return x
+def empty(x: Tensor, width: int, fp8: Fp8Scale | None) -> tuple[Matrix, float]:
+    """As many rows as x, uninitialised, and the factor for what is written there."""
+    if fp8 is None:
+        return torch.empty(len(x), width, dtype=x.dtype, device=x.device), 1.0
+    found = torch.empty(len(x), width, dtype=torch.float8_e4m3fn, device=x.device)
+    return Fp8Matrix(found, fp8), 1 / fp8.factor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -162,20 +123,15 @@ def quantise_kernel(
     scales: tl.tensor,
     stride: tl.tensor,
     width: tl.tensor,
-    ACTIVATION: tl.constexpr,
     FIRST: tl.constexpr,
     REST: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ) -> None:
     """One row per program: FIRST columns and up to REST more, so that few lanes are idle."""
     row = tl.program_id(0).to(tl.int64)
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    if OVERLAPS:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
     at = x + row * stride
-    a = activated(at + first, first < width, width, ACTIVATION)
-    b = activated(at + rest, rest < width, width, ACTIVATION)
+    a = tl.load(at + first, mask=first < width, other=0.0).to(tl.float32)
+    b = tl.load(at + rest, mask=rest < width, other=0.0).to(tl.float32)
     largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
     largest = tl.maximum(largest, TINY)
     tl.store(scales + row, largest / LARGEST)
@@ -185,13 +141,13 @@ def quantise_kernel(
     tl.store(to + rest, (b * (LARGEST / largest)).to(kind), mask=rest < width)
 
 
-def quantised(x: Tensor, activation: str = "") -> Fp8Rows:
-    """Quantises the rows of x, or of its activation, to FP8. x: [rows, width], or [rows, 2 x width]
-    for a gated activation; each row is contiguous."""
+def quantised(x: Tensor) -> Fp8Rows:
+    """Quantises each row of x [rows, width] by itself. A row is contiguous."""
     rows, width = x.shape
-    if activation in ("swiglu", "swiglu_10", "geglu_tanh"):
-        width //= 2
-    out, early = empty_fp8(x, width), overlaps(x.device, rows)
+    out = Fp8Rows(
+        torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device),
+        torch.empty(rows, dtype=torch.float32, device=x.device),
+    )
     first = triton.next_power_of_2(width + 1) // 2
     quantise_kernel[(rows,)](
         x,
@@ -199,11 +155,8 @@ def quantised(x: Tensor, activation: str = "") -> Fp8Rows:
         out.scales,
         x.stride(0),
         width,
-        ACTIVATION=activation,
         FIRST=first,
         REST=max(FEWEST_REST, triton.next_power_of_2(width - first)),
-        OVERLAPS=early,
-        launch_pdl=early,
         num_warps=8 if width > WIDE else 4,
     )
     return out
@@ -258,32 +211,55 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def swiglu_kernel(
+def activate_kernel(
     x: tl.tensor,
     out: tl.tensor,
     width: tl.tensor,
-    CLAMPED: tl.constexpr,
+    factor: tl.tensor,
+    ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of a row per program."""
+    """BLOCK columns of a row per program. The result is multiplied by `factor`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    at = x + row * 2 * width + column
-    gate = tl.load(at, mask=inside).to(tl.float32)
-    up = tl.load(at + width, mask=inside).to(tl.float32)
-    if CLAMPED:
-        gate, up = tl.minimum(gate, 10.0), tl.clamp(up, -10.0, 10.0)
-    result = (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty)
-    tl.store(out + row * width + column, result, mask=inside)
+    at = x + row * (2 if GATED else 1) * width + column
+    a = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    if ACTIVATION == "swiglu_10":
+        a = tl.minimum(a, 10.0)
+    if ACTIVATION == "gelu":
+        a = 0.5 * a * (1 + tl.erf(a * 0.7071067811865476))
+    elif ACTIVATION == "gelu_tanh" or ACTIVATION == "geglu_tanh":
+        # (1 + tanh(z)) / 2 is the sigmoid of 2z.
+        a = a * tl.sigmoid(1.5957691216057308 * (a + 0.044715 * a * a * a))
+    elif ACTIVATION == "quick_gelu":
+        a = a * tl.sigmoid(1.702 * a)
+    else:
+        a = a * tl.sigmoid(a)
+    if GATED:
+        up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        a *= tl.clamp(up, -10.0, 10.0) if ACTIVATION == "swiglu_10" else up
+    tl.store(out + row * width + column, (a * factor).to(out.dtype.element_ty), mask=inside)
 
 
-def swiglu(x: Tensor, *, clamped: bool = False) -> Tensor:
-    """[rows, 2 x width], contiguous, gate before up, to [rows, width]. `clamped`: swiglu_10."""
-    rows, width = len(x), x.shape[1] // 2
-    out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
-    grid = (rows, triton.cdiv(width, BLOCK))
-    swiglu_kernel[grid](x, out, width, CLAMPED=clamped, BLOCK=BLOCK, num_warps=4)
+def activated(x: Tensor, activation: str, fp8: Fp8Scale | None = None) -> Matrix:
+    """The activation of x [rows, width], contiguous, or of a gated one [rows, 2 x width], gate
+    before up, to [rows, width]. `fp8`: the scale of the result, if that is in FP8."""
+    rows, width = x.shape
+    gated = activation in GATED
+    width = width // 2 if gated else width
+    out, factor = empty(x, width, fp8)
+    activate_kernel[(rows, triton.cdiv(width, BLOCK))](
+        x,
+        values(out),
+        width,
+        factor,
+        ACTIVATION=activation,
+        GATED=gated,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     return out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal, Protocol, cast
 
@@ -88,6 +88,8 @@ class Affine:
     """The checkpoint's name of the layer, or of the first of those that are fused here."""
     fp8: bool = False
     """Whether the layer runs in FP8: the weight and x, but not the bias."""
+    largest: Tensor | None = None
+    """A scalar: no value of x is larger. Only FP8 needs it; see `bounded`."""
 
     def gemm(self, x: Tensor) -> Tensor:
         """Like `linear`, or in FP8. For layers that the fast form may run in FP8."""
@@ -99,7 +101,8 @@ class Affine:
         return self.linear(x)
 
     def in_fp8(self, x: Tensor) -> Tensor:
-        return fp8.linear(x, self.weight, self.bias)
+        assert self.largest is not None, "This is a bug."
+        return fp8.linear(x, self.weight, self.bias, self.largest)
 
     def operations(self, x: Tensor) -> int:
         return len(x) * self.weight.numel()
@@ -143,6 +146,25 @@ class BlockWeights:
     """The name of its attention; see ATTENTION."""
     attention_fp8: bool = False
     """Whether long segments attend in FP8; see Attention.fp8."""
+
+
+def bounded(norm: Affine, up: Affine, down: Affine) -> tuple[Affine, Affine]:
+    """`up` and `down` with bounds of their inputs: `up` follows the norm; between the two is an
+    activation, which is gated if `up` has twice the outputs. No activation makes a value larger."""
+    gain = norm.weight, norm.bias
+    outputs = fp8.largest_outputs(*gain, up.weight, up.bias)
+    gates = len(outputs) // down.weight.shape[1]
+    largest = outputs.view(gates, -1).prod(0).amax()
+    up = replace(up, largest=fp8.largest_normed(*gain))
+    return up, replace(down, largest=largest)
+
+
+def bounded_block(layer: BlockWeights) -> BlockWeights:
+    """The layer with bounds of the inputs of its linear layers that can run in FP8. For styles with
+    a fast form."""
+    qkv = replace(layer.qkv, largest=fp8.largest_normed(layer.norm1.weight, layer.norm1.bias))
+    up, down = bounded(layer.norm2, layer.up, layer.down)
+    return replace(layer, qkv=qkv, up=up, down=down)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +243,7 @@ class ReferenceBlocks:
         attention: Attend | Sequence[Attend],
         taps: Sequence[int] = (),
     ) -> None:
-        self.weights = weights
+        self.weights = [bounded_block(each) for each in weights] if style.fast else weights
         self.style = style
         self.attention = of_each(attention, len(weights))
         self.taps = taps

@@ -6,18 +6,17 @@ Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. 
   layers so far.
 - GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
   So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
-  widths, such as Qwen2.5-VL's 3420, are slow.
+  widths, such as Qwen2.5-VL's 3420, are slow. The epilogue has only GELU's tanh form. It differs
+  from the exact one by at most 5e-4, less than bfloat16 rounds off, so it replaces that, too.
 
-Rows for GEMMs in FP8 are quantised by a kernel that precedes them anyway: the norm, or the
-activation, which is then not in the epilogue. No such kernel precedes proj, and a separate pass
-would take as long as its GEMM gains, so proj stays in 16 bits.
+The inputs of GEMMs in FP8 are quantised by a kernel that precedes them anyway: the norm, the up
+GEMM after its GELU, or another activation. No such kernel precedes proj, so it stays in 16 bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import cast
 
 import torch
@@ -28,21 +27,16 @@ from actors.kernels.attention import Attention, Values
 from actors.kernels.attention_fp8 import rotate_given
 from actors.kernels.break_points import between
 from actors.kernels.gemm.cublaslt import Epilogue
-from actors.kernels.gemm.fp8 import Matrix
-from actors.kernels.gemm.gemm import Gemm
-from actors.kernels.triton.elementwise import (
-    norm,
-    quantised,
-    quantised_norm,
-    shifted,
-    swiglu,
-)
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Scale, Matrix
+from actors.kernels.gemm.gemm import Fp8Layer, Gemm
+from actors.kernels.triton.elementwise import activated, norm, shifted
 from actors.models.layers.block import (
-    ACTIVATIONS,
+    Activation,
     Affine,
     Attend,
     BlockWeights,
     Style,
+    bounded_block,
     of_each,
     qk_normed,
     windows_of,
@@ -82,21 +76,12 @@ class FastBlocks:
         self.style = style
         self.attention = of_each(attention, len(weights))
         self.taps = taps
-        gelu = style.activation == "gelu_tanh"
+        weights = [bounded_block(layer) for layer in weights]
         self.layers, self.shifts = fold(weights)
-        inner = weights[0].down.weight.shape[1]
-        padding, gates = -inner % MLP_MULTIPLE, len(weights[0].up.weight) // inner
-        up, down = [layer.up for layer in weights], [layer.down for layer in weights]
-        if padding:  # with no padding F.pad would still copy
-            up = [padded(layer, padding, gates) for layer in up]
-            down = [replace(one, weight=F.pad(one.weight, (0, padding))) for one in down]
         self.qkv = gemm([layer.qkv for layer in weights], "bias")
         self.proj = Gemm([layer.proj.weight for layer in weights], None, "add")
-        self.up = gemm(up, "bias")
-        self.up_gelu = Gemm(self.up.weights, self.up.biases, "gelu_tanh") if gelu else None
-        clamped: Callable[[Tensor], Tensor] = partial(swiglu, clamped=True)
-        self.activate = (ACTIVATIONS | {"swiglu": swiglu, "swiglu_10": clamped})[style.activation]
-        self.down = gemm(down, "add")
+        up, down = [layer.up for layer in weights], [layer.down for layer in weights]
+        self.mlp = Mlp(up, down, style.activation, "add")
 
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
@@ -106,7 +91,8 @@ class FastBlocks:
         for index, layer in enumerate(between(self.layers)):
             seen = windows if index in self.style.windowed else values
             self.attend(index, layer, x, cos, sin, seen)
-            self.mlp(index, layer, x)
+            inputs = self.mlp.inputs(index, len(x))
+            self.mlp(index, self.norm(x, layer.shift2, layer.norm2, inputs), len(x), x)
             if index in self.taps:
                 tapped.append(shifted(x, self.shifts[index], torch.empty_like(x)))
         return shifted(x, self.shifts[-1], x), tapped
@@ -122,8 +108,8 @@ class FastBlocks:
     ) -> None:
         """Adds attention to x. A method, so that its intermediate tensors are freed before the
         MLP runs."""
-        fp8 = self.qkv.fp8(index, len(x))
-        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, fp8))
+        inputs = self.qkv.inputs(index, len(x))
+        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, inputs))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
@@ -135,25 +121,56 @@ class FastBlocks:
             attended = attention(qkv, seen)
         self.proj(index, attended, x)
 
-    def mlp(self, index: int, layer: FastLayer, x: Tensor) -> None:
-        fp8 = self.up.fp8(index, len(x)), self.down.fp8(index, len(x))
-        y = self.norm(x, layer.shift2, layer.norm2, fp8[0])
-        if self.up_gelu and not any(fp8):
-            self.down(index, self.up_gelu(index, y), x)
-            return
-        y = self.up(index, y)
-        self.down(index, quantised(y, self.style.activation) if fp8[1] else self.activate(y), x)
-
-    def norm(self, x: Tensor, shift: Tensor, by: Affine, fp8: bool) -> Matrix:
+    def norm(self, x: Tensor, shift: Tensor, by: Affine, fp8: Fp8Scale | None) -> Matrix:
         centred = self.style.norm == "layer"
-        kernel = quantised_norm if fp8 else norm
-        return kernel(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred)
+        return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred, fp8=fp8)
 
 
-def gemm(layers: Sequence[Affine], epilogue: Epilogue) -> Gemm:
+class Mlp:
+    """The MLP of every block, or of a merger."""
+
+    def __init__(
+        self,
+        up: Sequence[Affine],
+        down: Sequence[Affine],
+        activation: Activation,
+        epilogue: Epilogue,
+    ) -> None:
+        """`epilogue`: of the down GEMM."""
+        inner = down[0].weight.shape[1]
+        padding, gates = -inner % MLP_MULTIPLE, len(up[0].weight) // inner
+        if padding:  # with no padding F.pad would still copy
+            up = [padded(layer, padding, gates) for layer in up]
+            down = [replace(one, weight=F.pad(one.weight, (0, padding))) for one in down]
+        self.activation = activation
+        self.up, self.down = gemm(up, "bias"), gemm(down, epilogue)
+        gelu = activation in ("gelu", "gelu_tanh")
+        self.up_gelu = gemm(up, "gelu_tanh", self.up.fp8) if gelu else None
+
+    def inputs(self, layer: int, rows: int) -> Fp8Scale | None:
+        """The scale of x, if that should be in FP8."""
+        return self.up.inputs(layer, rows)
+
+    def __call__(self, layer: int, x: Matrix, rows: int, out: Tensor | None) -> Tensor:
+        """See Gemm. `rows`: those that decide whether FP8 is used."""
+        inner = self.down.inputs(layer, rows)
+        if self.up_gelu and not inner:
+            return self.down(layer, self.up_gelu(layer, x), out)
+        if self.up_gelu and inner and isinstance(x, Fp8Matrix):
+            return self.down(layer, self.up_gelu.quantised(layer, x, inner), out)
+        return self.down(layer, activated(self.up(layer, x), self.activation, inner), out)
+
+
+def gemm(layers: Sequence[Affine], epilogue: Epilogue, fp8: Sequence[Fp8Layer | None] = ()) -> Gemm:
+    """`fp8`: the layers in FP8, if there is a Gemm that has them already."""
     biases = None if epilogue == "add" else [layer.bias for layer in layers]
-    fp8 = [quantised(layer.weight) if layer.fp8 else None for layer in layers]
+    fp8 = fp8 or [fp8_layer(layer) if layer.fp8 else None for layer in layers]
     return Gemm([layer.weight for layer in layers], biases, epilogue, fp8)
+
+
+def fp8_layer(layer: Affine) -> Fp8Layer:
+    assert layer.largest is not None, "This is a bug."
+    return Fp8Layer(Fp8Matrix.weight(layer.weight), Fp8Scale.of(layer.largest))
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:

@@ -8,16 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Shapes, Values
-from actors.kernels.gemm.fp8 import Matrix
-from actors.kernels.gemm.gemm import Gemm
-from actors.models.layers.block import NORMS, Affine, Norm
+from actors.models.layers.block import NORMS, Affine, Norm, bounded
+
+if TYPE_CHECKING:
+    from actors.models.layers.fast import Mlp
 
 Rgb = tuple[float, float, float]
 
@@ -62,12 +63,12 @@ class Merger:
         self.norm = norm
         self.kind = kind
         self.epsilon = epsilon
-        self.linears = up, down
-        self.gemms: tuple[Gemm, Gemm] | None = None
+        self.linears = up, down = bounded(norm, up, down)
+        self.mlp: Mlp | None = None
         if norm.weight.is_cuda and norm.weight.dtype != torch.float32:
-            from actors.models.layers.fast import gemm  # needs Triton, which comes with CUDA
+            from actors.models.layers.fast import Mlp  # needs Triton, which comes with CUDA
 
-            self.gemms = gemm([up], "bias"), gemm([down], "bias")
+            self.mlp = Mlp([up], [down], "gelu", "bias")
         self.nothing = torch.zeros_like(norm.weight, dtype=torch.float32)
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
@@ -78,24 +79,16 @@ class Merger:
         up, down = self.linears
         columns = up.weight.shape[1]
         rows = x.reshape(-1, len(self.norm.weight))
-        if self.gemms is None:
+        if self.mlp is None:
             y = NORMS[self.kind](rows, self.norm, self.epsilon).view(-1, columns)
             y = down.gemm(F.gelu(up.gemm(y)))
             return y if out is None else out.copy_(y)
-        from actors.kernels.triton.elementwise import norm, quantised, quantised_norm
+        from actors.kernels.triton.elementwise import norm
 
-        first, second = self.gemms
-        fp8 = first.fp8(0, len(x)), second.fp8(0, len(x))
-        by, centred = self.norm, self.kind == "layer"
-        if fp8[0] and rows.shape[1] == columns:
-            made: Matrix = quantised_norm(
-                rows, self.nothing, by.weight, by.bias, self.epsilon, centred=centred
-            )
-        else:
-            made = norm(rows, self.nothing, by.weight, by.bias, self.epsilon, centred=centred)
-            made = quantised(made.view(-1, columns)) if fp8[0] else made.view(-1, columns)
-        y = first(0, made)
-        return second(0, quantised(y, "gelu") if fp8[1] else F.gelu(y), out)
+        by, kind, inputs = self.norm, self.kind == "layer", self.mlp.inputs(0, len(x))
+        given = rows, self.nothing, by.weight, by.bias, self.epsilon
+        made = norm(*given, centred=kind, fp8=inputs)
+        return self.mlp(0, made.view(-1, columns), len(x), out)
 
 
 @dataclass(frozen=True, slots=True)

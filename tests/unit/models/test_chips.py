@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
@@ -34,14 +34,14 @@ from actors.kernels.gemm import fp8
 from actors.kernels.hopper.cuda import overlaps
 from actors.kernels.triton import attention_kernel
 from actors.kernels.triton.elementwise import (
+    activated,
     add_positions_,
     norm,
     quantised,
-    quantised_norm,
     rotate_,
     shifted,
-    swiglu,
 )
+from actors.models.layers.block import Activation
 
 Chip = tuple[int, int]
 Launched = Callable[[Chip], list[Any]]
@@ -149,9 +149,9 @@ def test_what_runs_between_gemms_fits(
     add_positions_(x, table, taps.int(), taps)
     half = torch.empty(rows, 36)
     rotate_(bf16(rows, 3, 16, 72), half, half)
-    swiglu(bf16(rows, 2 * 3456))
-    swiglu(bf16(rows, 2 * 4096), clamped=True)
-    assert len(kernels) == 7
+    for activation in get_args(Activation):
+        activated(bf16(rows, 2 * 4096), activation)
+    assert len(kernels) == 11
     for kernel in kernels:
         check(kernel, chip, tmp_path)
 
@@ -160,13 +160,13 @@ def test_what_runs_between_gemms_fits(
 @pytest.mark.parametrize("rows", [400, 8192])
 @pytest.mark.parametrize("chip", [chip for chip in SHARED_KIB if chip >= fp8.CAPABILITY])
 def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path: Path) -> None:
-    kernels = launched(chip)
+    kernels, scale = launched(chip), fp8.Fp8Scale(0.1, torch.empty(1))
     for width in (1152, 4608):  # a tower's, and a merger's
         x, by = bf16(rows, width), bf16(width)
-        quantised_norm(x, torch.empty(width), by, by, 1e-6, centred=True)
+        norm(x, torch.empty(width), by, by, 1e-6, centred=True, fp8=scale)
     quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
-    for activation in ("gelu_tanh", "gelu", "quick_gelu", "swiglu", "swiglu_10", "geglu_tanh"):
-        quantised(bf16(rows, 4352), activation)
+    for activation in get_args(Activation):
+        activated(bf16(rows, 4352), activation, scale)
     assert len(kernels) == 9
     for kernel in kernels:
         check(kernel, chip, tmp_path)

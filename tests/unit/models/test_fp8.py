@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from actors.families.registry import read
 from actors.kernels.attention import SegmentAttention
 from actors.kernels.gemm import fp8
 from actors.kernels.gemm import gemm as gemms
-from actors.kernels.gemm.gemm import Gemm
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Scale, Matrix
+from actors.kernels.gemm.gemm import Fp8Layer, Gemm
 from actors.media.patchify import patchifier_of
 from actors.models import load as towers
 from actors.models.layers.block import (
@@ -32,6 +34,7 @@ from actors.models.layers.block import (
     BlockWeights,
     ReferenceBlocks,
     Style,
+    bounded,
 )
 from actors.models.load import build, load, tensors
 from actors.models.precision import PrecisionPlan, read_plan, rows_digest
@@ -102,10 +105,42 @@ def test_what_has_no_scale_of_its_own() -> None:
 
 
 def test_few_rows_stay_in_16_bits() -> None:
-    weight = torch.randn(32, 64)
-    gemm = Gemm([weight, weight], None, "add", [None, fp8.quantised(weight)])
-    assert [gemm.fp8(1, rows) for rows in (fp8.FEWEST_ROWS - 1, fp8.FEWEST_ROWS)] == [False, True]
-    assert not gemm.fp8(0, fp8.FEWEST_ROWS)
+    weight, scale = torch.randn(32, 64), Fp8Scale.of(torch.tensor(8.0))
+    gemm = Gemm([weight, weight], None, "add", [None, Fp8Layer(Fp8Matrix.weight(weight), scale)])
+    rows = fp8.FEWEST_ROWS - 1, fp8.FEWEST_ROWS
+    assert [gemm.inputs(1, each) for each in rows] == [None, scale]
+    assert gemm.inputs(0, fp8.FEWEST_ROWS) is None
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("parts", [1, 4])
+def test_no_input_exceeds_its_bound(activation: Activation, parts: int) -> None:
+    """Nor do inputs that are made to be as large as they can be."""
+    gates = 2 if activation in ("swiglu", "swiglu_10", "geglu_tanh") else 1
+    norm = Affine(10 * torch.randn(24), torch.randn(24))
+    up = Affine(torch.randn(40 * gates, 24 * parts), torch.randn(40 * gates))
+    up, down = bounded(norm, up, Affine(torch.randn(8, 40), torch.randn(8)))
+    assert up.largest is not None
+    assert down.largest is not None
+    spike = torch.zeros(24)
+    spike[norm.weight.abs().argmax()] = 1e4 * norm.weight[norm.weight.abs().argmax()].sign()
+    along = up.weight[:, :24] * norm.weight  # the rows that give one output its largest value
+    rows = torch.cat([torch.randn(96, 24), spike[None], along - along.mean(1, keepdim=True)])
+    rows = torch.nn.functional.layer_norm(rows, (24,), norm.weight, norm.bias)
+    x = Fp8Matrix.rounded(rows.repeat(1, parts), Fp8Scale.of(up.largest)).float()
+    assert rows.abs().max() <= up.largest
+    assert rows.abs().max() > up.largest / 4
+    made = ACTIVATIONS[activation](up.linear(x))
+    assert made.abs().max() <= down.largest
+    if activation == "gelu" and parts == 1:
+        assert made.abs().max() > down.largest / 4
+
+
+@pytest.mark.parametrize("larger", [1, 30, 1000])
+def test_a_scale_that_is_too_large_costs_no_precision(larger: float) -> None:
+    x = torch.randn(1000, 64)
+    scale = Fp8Scale.of(larger * x.abs().amax())
+    assert relative(Fp8Matrix.rounded(x, scale).float(), x) < 2.7e-2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
@@ -116,24 +151,26 @@ def test_the_fast_blocks_in_fp8_equal_the_plain_ones(
     """With plain torch in place of the kernels."""
     from actors.models.layers import fast
 
+    def given(x: Tensor, scale: Fp8Scale | None) -> Matrix:
+        return x if scale is None else Fp8Matrix.rounded(x, scale)
+
     def norm(
-        x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, *_: float, **__: bool
-    ) -> Tensor:
-        return torch.nn.functional.layer_norm(x + shift, x.shape[1:], weight, bias, 1e-6)
+        x: Tensor, shift: Tensor, weight: Tensor, bias: Tensor, _: float, **kind: Any
+    ) -> Matrix:
+        normed = torch.nn.functional.layer_norm(x + shift, x.shape[1:], weight, bias, 1e-6)
+        return given(normed, kind["fp8"])
 
-    def scaled_mm(x: fp8.Fp8Rows, weight: fp8.Fp8Rows, bias: Tensor | None, *_: object) -> Tensor:
+    def activated(x: Tensor, name: Activation, scale: Fp8Scale | None) -> Matrix:
+        return given(ACTIVATIONS[name](x), scale)
+
+    def scaled_mm(x: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None, *_: object) -> Tensor:
         return torch.nn.functional.linear(x.float(), weight.float(), bias)
-
-    def quantised(x: Tensor, name: Activation | None = None) -> fp8.Fp8Rows:
-        return fp8.quantised(ACTIVATIONS[name](x) if name else x)
 
     monkeypatch.setattr(gemms, "FEWEST_ROWS", ENOUGH)
     monkeypatch.setattr(gemms, "scaled_mm", scaled_mm)
     monkeypatch.setattr(fast, "norm", norm)
-    monkeypatch.setattr(fast, "quantised", quantised)
-    monkeypatch.setattr(fast, "quantised_norm", lambda *a, **b: fp8.quantised(norm(*a, **b)))
+    monkeypatch.setattr(fast, "activated", activated)
     monkeypatch.setattr(fast, "shifted", lambda x, shift, out: out.copy_(x + shift))
-    monkeypatch.setattr(fast, "swiglu", ACTIVATIONS["swiglu"])
     torch.manual_seed(0)
     gates = 2 if activation == "swiglu" else 1
 

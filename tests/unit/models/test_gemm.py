@@ -66,7 +66,7 @@ class Chosen(CublasLtPlan):
         pass
 
     def run(
-        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Tensor
+        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix
     ) -> None:
         raise RuntimeError("chosen")
 
@@ -99,7 +99,7 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
     for found in (taken, None):
         gemm = Gemm([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")
         with tuning():
-            gemm(0, x)
+            gemm(0, x, at(0, ROWS, INNER))
         (choice,) = gemms.CHOICES.values()
         assert (choice.algorithm if isinstance(choice, CublasLtGemm) else None) is found
         gemms.CHOICES.clear()
@@ -133,7 +133,8 @@ def test_our_own_gemm_may_be_a_little_slower_alone(
     monkeypatch.setattr(CublasLtGemm, "run", Ours.run)
     assert 1 / 1.1 < FAVOUR < 1 / 1.03
     with tuning():
-        Gemm([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")(0, at(0, ROWS, WIDTH))
+        gemm = Gemm([at(0, INNER, WIDTH)], [at(0, INNER)], "bias")
+        gemm(0, at(0, ROWS, WIDTH), at(0, ROWS, INNER))
     (choice,) = gemms.CHOICES.values()
     assert isinstance(choice, taken)
 
