@@ -193,7 +193,7 @@ class GraphOptions(Options):
 
     precision: Literal["bf16", "fp8"] = "bf16"
     """`bf16`: everything in `model.dtype`. `fp8`: the linear layers listed in `precision_file` run
-    in FP8 (e4m3), with a scale per row of activations and per output channel."""
+    in FP8 (e4m3)."""
     precision_file: str = ""
     """For `precision: fp8`, on each node: the file that `encoder-service calibrate` wrote."""
 

@@ -15,6 +15,9 @@ from actors.models.load import weights_digest
 from actors.options import GraphOptions, ModelOptions, Options, validated
 from actors.spec.checkpoint import parse
 
+VERSION = 2
+"""Changes with the arithmetic of FP8, which decides the errors."""
+
 
 class PrecisionPlan(Options):
     """Which layers of a checkpoint run in FP8, and the errors that were measured.
@@ -23,6 +26,8 @@ class PrecisionPlan(Options):
     names of attention, see `ATTENTION` in layers/block.py.
     """
 
+    version: int = 1
+    """Must be VERSION."""
     model: str
     weights: str
     """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the
@@ -39,7 +44,7 @@ class PrecisionPlan(Options):
     @property
     def digest(self) -> str:
         """Plans with the same digest give the same rows."""
-        return sha256(" ".join(sorted(self.fp8)).encode()).hexdigest()
+        return sha256(" ".join([str(self.version), *sorted(self.fp8)]).encode()).hexdigest()
 
 
 def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:
@@ -54,12 +59,18 @@ def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
         return None
     path = Path(graphs.precision_file)
     try:
-        return validated(PrecisionPlan, parse(path.read_bytes(), str(path)))
+        plan = validated(PrecisionPlan, parse(path.read_bytes(), str(path)))
     except (OSError, ServiceError) as error:
         raise ConfigError(
             f"graphs.precision_file cannot be read: {error}: write it with `encoder-service "
             "calibrate`"
         ) from None
+    if plan.version != VERSION:
+        raise ConfigError(
+            f"graphs.precision_file {path} was written by another version of `encoder-service "
+            "calibrate`, which measured other errors: run it again"
+        )
+    return plan
 
 
 def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:

@@ -31,7 +31,7 @@ from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from actors.models.layers.block import Quantisable, blocks_of, computed_by
 from actors.models.load import build, check_fp8, tensors, weights_digest
-from actors.models.precision import PrecisionPlan
+from actors.models.precision import VERSION, PrecisionPlan
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec
@@ -42,7 +42,7 @@ from encoder_service.config import encoders, load
 ROWS_ERROR = 4.5e-2
 ROWS_COSINE = 0.998
 """Limits for the rows of every image: maximum relative error, minimum cosine similarity. Images
-unlike the given ones may have larger errors: in BENCHMARKS.md by up to 8 %."""
+unlike the given ones may have larger errors."""
 
 
 def add(subcommands: Any) -> None:
@@ -154,6 +154,7 @@ class Calibration:
         count, found = best
         chosen = tuple(name for name in self.errors if name in within[:count])
         return PrecisionPlan(
+            version=VERSION,
             model=self.options.id,
             weights=weights_digest(self.options),
             fp8=chosen,

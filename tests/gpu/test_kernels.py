@@ -18,8 +18,15 @@ pytest.importorskip("triton")
 
 from actors.kernels.gemm import fp8  # noqa: E402
 from actors.kernels.gemm.cublaslt import Epilogue  # noqa: E402
-from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Scale, Matrix, values  # noqa: E402
-from actors.kernels.gemm.gemm import CHOICES, Fp8Layer, Gemm, tuning  # noqa: E402
+from actors.kernels.gemm.fp8 import (  # noqa: E402
+    Fp8Matrix,
+    Fp8Weight,
+    Matrix,
+    rounded,
+    scales_for,
+    values,
+)
+from actors.kernels.gemm.gemm import CHOICES, Gemm, tuning  # noqa: E402
 from actors.kernels.triton.elementwise import (  # noqa: E402
     activated,
     add_positions_,
@@ -56,24 +63,25 @@ def test_rows_in_fp8(rows: int, width: int) -> None:
     x, shift = x.contiguous(), torch.randn(width)
     weight, bias = torch.randn(width).bfloat16(), torch.randn(width).bfloat16()
     expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
-    scale = Fp8Scale.of(fp8.largest_normed(weight, bias))
-    made = norm(x, shift, weight, bias, 1e-6, centred=True, fp8=scale)
+    scales = scales_for(fp8.largest_normed(weight, bias))
+    made = norm(x, shift, weight, bias, 1e-6, centred=True, scales=scales)
     assert isinstance(made, Fp8Matrix)
-    assert difference(made.float(), Fp8Matrix.rounded(expected, scale).float()) < 1e-2
+    assert difference(made.float(), rounded(expected, scales).float()) < 1e-2
 
 
 @pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize("in_fp8", [False, True])
-def test_activations(activation: Activation, *, in_fp8: bool) -> None:
-    x = 8 * torch.randn(301, 2 * 3420, dtype=torch.bfloat16)
+@pytest.mark.parametrize("columns", [None, 1, 3420])
+def test_activations(activation: Activation, columns: int | None) -> None:
+    gated = activation in ("swiglu", "swiglu_10", "geglu_tanh")
+    x = 8 * torch.randn(301, 3420 * (2 if gated else 1), dtype=torch.bfloat16)
     expected = ACTIVATIONS[activation](x.float())
-    scale = Fp8Scale.of(8 * expected.abs().amax())
-    if not in_fp8:
+    if columns is None:
         assert difference(values(activated(x, activation)), expected) < 4e-3
         return
-    made = activated(x, activation, scale)
+    scales = scales_for(8 * expected.abs().amax() * torch.logspace(0, 2, columns))
+    made = activated(x, activation, scales)
     assert isinstance(made, Fp8Matrix)
-    assert difference(made.float(), Fp8Matrix.rounded(expected, scale).float()) < 1e-2
+    assert difference(made.float(), rounded(expected, scales).float()) < 1e-2
 
 
 @pytest.mark.parametrize("rows", [100, 1001, 8000])
@@ -84,14 +92,13 @@ def test_a_gemm_in_fp8(rows: int, epilogue: Epilogue, *, tuned: bool, in_fp8: bo
     if in_fp8 and epilogue == "add":
         pytest.skip("what is added to is not in FP8")
     bias, weight = torch.randn(3456).bfloat16(), torch.randn(3456, 1152).bfloat16()
-    out, scale = torch.randn(rows, 3456).bfloat16(), Fp8Scale.of(torch.tensor(6.0))
-    x = Fp8Matrix.rounded(torch.randn(rows, 1152), scale)
-    biases, layer = None if epilogue == "add" else [bias], Fp8Layer(Fp8Matrix.weight(weight), scale)
-    gemm = Gemm([weight], biases, epilogue, [layer])
-    expected = x.float() @ layer.weight.float().t() + (bias if biases else out).float()
+    out, layer = torch.randn(rows, 3456).bfloat16(), Fp8Weight.of(weight, torch.tensor(6.0))
+    x, results = rounded(torch.randn(rows, 1152), layer.scales), scales_for(torch.tensor(500.0))
+    gemm = Gemm([weight], None if epilogue == "add" else [bias], epilogue, [layer])
+    product = x.values.float() @ (layer.values.float() * layer.factor).t()
+    expected = product + (out if epilogue == "add" else bias).float()
     if epilogue == "gelu_tanh":
         expected = ACTIVATIONS["gelu_tanh"](expected)
-    results = Fp8Scale.of(torch.tensor(500.0))
     CHOICES.clear()
 
     def run(to: Tensor) -> Matrix:
@@ -105,7 +112,7 @@ def test_a_gemm_in_fp8(rows: int, epilogue: Epilogue, *, tuned: bool, in_fp8: bo
             assert CHOICES
         made = run(out)
     if isinstance(made, Fp8Matrix):
-        made, expected = made.float(), Fp8Matrix.rounded(expected, results).float()
+        made, expected = made.float(), rounded(expected, results).float()
     # Values that were first rounded to 16 bits may be rounded to another one of e4m3.
     assert difference(made, expected) < (2e-2 if in_fp8 else 5e-3)
 

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from actors.kernels.gemm.fp8 import Fp8Matrix, Matrix, values
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Weight, Matrix, Weight, values
 
 Epilogue = Literal["bias", "gelu_tanh", "add"]
 """What a GEMM does with its result: adds a bias; adds a bias and applies GELU (tanh); adds the
@@ -109,17 +109,16 @@ class CublasLtPlan:
         return [result for result in results[: found.value] if result.state == 0]
 
     def run(
-        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix
+        self, algorithm: Algorithm, weight: Weight, bias: Tensor | None, x: Matrix, out: Matrix
     ) -> None:
         """Enqueues one GEMM on the current stream. Raises RuntimeError if cuBLASLt rejects it."""
         if bias is not None:
             self._describe(BIAS_POINTER, c_uint64(bias.data_ptr()))
-        factor, before = 1.0, values(out)
-        if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Matrix):
-            factor = weight.scale.factor * x.scale.factor
+        factor = weight.factor if isinstance(weight, Fp8Weight) else 1.0
+        before = values(out)
         if isinstance(out, Fp8Matrix):
-            self._describe(OUT_SCALE_POINTER, c_uint64(out.scale.reciprocal.data_ptr()))
-            before = values(weight)  # is not read, but may not be `out`
+            self._describe(OUT_SCALE_POINTER, c_uint64(out.scales.data_ptr()))
+            before = values(weight)  # is not read; cuBLASLt rejects `out`, which has another type
         self._call(
             "Matmul",
             *(self.handle, self.description, byref(c_float(factor))),

@@ -1,11 +1,9 @@
 """Matrices in FP8 (e4m3), and what a GEMM of two of them computes.
 
-A GEMM's inputs have one scale each, which is known before they are computed: that of weights is
-measured, that of activations follows from the norm and the weights in front of them. So the kernel
-that computes activations also quantises them, even if that is a GEMM. e4m3 has three bits of
-mantissa whatever the exponent, so a scale that is too large by a factor of 1,000 costs no
-precision. Rows that leave the service in FP8 have a scale each instead, because nothing bounds
-them.
+Scales of a GEMM's inputs are constants, because the norm and the weights in front of a layer bound
+its inputs. So the kernel that computes inputs also quantises them, even if that is a GEMM. A bound
+may be far above the usual values: e4m3 has three bits of mantissa over a range of 28,000. Rows that
+leave the service in FP8 have a scale each instead, because nothing bounds them.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ LARGEST = 448.0
 TINY = 1e-12
 """A largest value counts as at least this, so that no scale is zero."""
 ROUNDING = 1.15
-"""Rounding to e4m3 makes a number larger by at most a factor of 17 / 16, and so a product of two by
-less than this."""
+"""Rounding to e4m3 makes a number that is not subnormal larger by at most a factor of 17 / 16, and
+so a product of two by less than this."""
 FEWEST_ROWS = 1024
-"""GEMMs with fewer rows are faster in 16 bits: on an H200, FP8 was 15 % slower with 400 rows and
-faster with 2304."""
+"""GEMMs with fewer rows run in 16 bits. On an H200, FP8 was 15 % slower with 400 rows and faster
+with 2304, when rows had a scale each."""
 BLOCK_ROWS = 8
 """How many rows the CPU quantises at a time, so that temporary tensors fit its caches."""
 CAPABILITY = (8, 9)
@@ -35,61 +33,74 @@ CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Scale:
-    """Values are divided by `factor` and then rounded to e4m3."""
-
-    factor: float
-    reciprocal: Tensor
-    """float32 [1]: 1 / factor, where kernels can read it."""
-
-    @classmethod
-    def of(cls, largest: Tensor) -> Fp8Scale:
-        """The scale for values of up to `largest`."""
-        factor = max(float(largest), TINY) / LARGEST
-        return cls(factor, torch.full((1,), 1 / factor, device=largest.device))
-
-
-@dataclass(frozen=True, slots=True)
 class Fp8Matrix:
-    """A matrix for a GEMM: `values` times the scale's factor."""
+    """Inputs of a GEMM."""
 
     values: Tensor
     """float8_e4m3fn [rows, columns]."""
-    scale: Fp8Scale
+    scales: Tensor
+    """float32 [1] or [columns]: values were multiplied by this, then rounded."""
 
     def __len__(self) -> int:
         return len(self.values)
 
     def float(self) -> Tensor:
-        return self.values.float() * self.scale.factor
+        return self.values.float() / self.scales
 
     def view(self, rows: int, columns: int) -> Fp8Matrix:
-        return Fp8Matrix(self.values.view(rows, columns), self.scale)
+        return Fp8Matrix(self.values.view(rows, columns), self.scales)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Weight:
+    """The weight of a linear layer whose inputs are in FP8."""
+
+    values: Tensor
+    """float8_e4m3fn [n, k]: the weight divided by the scales of the inputs and by `factor`."""
+    factor: float
+    scales: Tensor
+    """Of the inputs; see Fp8Matrix."""
 
     @classmethod
-    def rounded(cls, x: Tensor, scale: Fp8Scale) -> Fp8Matrix:
-        """x in FP8, in plain torch."""
-        values = (x.float() * scale.reciprocal).clamp(-LARGEST, LARGEST)
-        return cls(values.to(torch.float8_e4m3fn), scale)
-
-    @classmethod
-    def weight(cls, weight: Tensor) -> Fp8Matrix:
-        """A weight in FP8."""
-        return cls.rounded(weight, Fp8Scale.of(weight.abs().amax()))
+    def of(cls, weight: Tensor, largest: Tensor) -> Fp8Weight:
+        """`largest`: see `linear`."""
+        scales = scales_for(largest)
+        values, factor = rounded_weight(weight, scales)
+        return cls(values, float(factor), scales)
 
 
 Matrix = Tensor | Fp8Matrix
+Weight = Tensor | Fp8Weight
 
 
-def values(matrix: Matrix) -> Tensor:
-    return matrix.values if isinstance(matrix, Fp8Matrix) else matrix
+def values(matrix: Matrix | Weight) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.values
+
+
+def scales_for(largest: Tensor) -> Tensor:
+    """The scales for values up to `largest`, a scalar or one number per column."""
+    return (LARGEST / largest.float().clamp(min=TINY)).view(-1)
+
+
+def rounded(x: Tensor, scales: Tensor) -> Fp8Matrix:
+    """x in FP8, in plain torch. What exceeds the bound, infinity too, becomes 448."""
+    scaled = (x.float() * scales).clamp(-LARGEST, LARGEST)
+    return Fp8Matrix(scaled.to(torch.float8_e4m3fn), scales)
+
+
+def rounded_weight(weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The values of an Fp8Weight, and its factor as a scalar."""
+    folded = weight.float() / scales
+    factor = folded.abs().amax().clamp(min=TINY) / LARGEST
+    return (folded / factor).to(torch.float8_e4m3fn), factor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, largest: Tensor) -> Tensor:
     """The reference of a linear layer in FP8, on any device: multiplies quantised values in
-    float32. `largest`: the bound of x."""
-    inputs = Fp8Matrix.rounded(x, Fp8Scale.of(largest))
-    made = F.linear(inputs.float(), Fp8Matrix.weight(weight).float(), bias.float())
+    float32. `largest`: the bound of x, a scalar or one number per column."""
+    scales = scales_for(largest)
+    values, factor = rounded_weight(weight, scales)
+    made = F.linear(rounded(x, scales).values.float() * factor, values.float(), bias.float())
     return made.to(x.dtype)
 
 
@@ -100,26 +111,28 @@ def largest_normed(gain: Tensor, shift: Tensor) -> Tensor:
 
 
 def largest_outputs(gain: Tensor, shift: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """The largest value of each output of a linear layer that follows a norm, float32 [n]. The norm
-    may be over a part of a row, as that of a patch is when several are merged.
+    """The largest value of each output of a linear layer in FP8 that follows a norm, float32 [n].
+    The norm may be over a part of a row, as that of a patch is when several are merged.
 
     By the Cauchy-Schwarz inequality: the length of a normed row is at most the square root of its
     size.
     """
     weight, parts = weight.float(), weight.shape[1] // len(gain)
-    lengths = (weight * gain.float().repeat(parts)).norm(dim=1) * math.sqrt(weight.shape[1])
-    shifts = (weight @ shift.float().repeat(parts)).abs()
-    largest: Tensor = ROUNDING * (lengths + shifts) + bias.float().abs()
+    gain, shift = gain.float().repeat(parts), shift.float().repeat(parts)
+    lengths = (weight * gain).norm(dim=1) * math.sqrt(weight.shape[1])
+    rounding = (ROUNDING - 1) * (weight.abs() @ shift.abs())
+    largest: Tensor = ROUNDING * lengths + (weight @ shift).abs() + rounding + bias.float().abs()
     return largest
 
 
-def scaled_mm(x: Fp8Matrix, weight: Fp8Matrix, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def scaled_mm(x: Fp8Matrix, weight: Fp8Weight, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
     """torch's GEMM for CUDA: x [rows, k] times weight [n, k] transposed."""
+    one = torch.ones(1, device=x.values.device)
     return torch._scaled_mm(
         x.values,
         weight.values.t(),
-        scale_a=x.scale.reciprocal.reciprocal(),
-        scale_b=weight.scale.reciprocal.reciprocal(),
+        scale_a=one * weight.factor,
+        scale_b=one,
         bias=bias,
         out_dtype=dtype,
         use_fast_accum=True,

@@ -27,8 +27,10 @@ from actors.kernels.gemm.cublaslt import (
 from actors.kernels.gemm.fp8 import (
     FEWEST_ROWS,
     Fp8Matrix,
-    Fp8Scale,
+    Fp8Weight,
     Matrix,
+    Weight,
+    rounded,
     scaled_mm,
     values,
 )
@@ -37,6 +39,7 @@ from actors.kernels.gemm.skinny_gemm import SkinnyGemm, skinny_gemms
 MOST_LAUNCHES = 8  # in a row, each with another layer's weights, so that L2 holds none of them
 MEASURED_OPERATIONS = 5e11  # about 1 ms on a large GPU: larger shapes are launched less often
 REPEATS = 3
+PLAIN_ROWS = 1024  # rounded at a time in float32 by torch, to bound memory
 FAVOUR = 0.95  # our kernel also saves gaps to its neighbours, which the timing cannot see
 
 _tuning: ContextVar[bool] = ContextVar("tuning", default=False)
@@ -57,21 +60,13 @@ class CublasLtGemm:
     plan: CublasLtPlan
     algorithm: Algorithm
 
-    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix) -> None:
+    def run(self, weight: Weight, bias: Tensor | None, x: Matrix, out: Matrix) -> None:
         self.plan.run(self.algorithm, weight, bias, x, out)
 
 
 CHOICES: dict[tuple[GemmShape, Epilogue], CublasLtGemm | SkinnyGemm | None] = {}
 """The choices of this process, which has one device. Layers of the same shape share a choice. None:
 torch's GEMM."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fp8Layer:
-    """What a layer has to run in FP8."""
-
-    weight: Fp8Matrix
-    inputs: Fp8Scale
 
 
 class Gemm:
@@ -83,19 +78,19 @@ class Gemm:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor] | None,
         epilogue: Epilogue,
-        fp8: Sequence[Fp8Layer | None] = (),
+        fp8: Sequence[Fp8Weight | None] = (),
     ) -> None:
         assert (biases is None) == (epilogue == "add"), "This is a bug."
         assert all(weight.is_contiguous() for weight in weights), "This is a bug."
         self.weights = weights
         self.biases = biases
         self.epilogue = epilogue
-        self.fp8: Sequence[Fp8Layer | None] = fp8 or [None] * len(weights)
+        self.fp8: Sequence[Fp8Weight | None] = fp8 or [None] * len(weights)
 
-    def inputs(self, layer: int, rows: int) -> Fp8Scale | None:
-        """The scale of x in FP8 if it has this many rows. None: it should be in 16 bits."""
-        found = self.fp8[layer]
-        return found.inputs if found and rows >= FEWEST_ROWS else None
+    def scales(self, layer: int, rows: int) -> Tensor | None:
+        """The scales of x in FP8 if it has this many rows. None: it should be in 16 bits."""
+        weight = self.fp8[layer]
+        return weight.scales if weight and rows >= FEWEST_ROWS else None
 
     def __call__(self, layer: int, x: Matrix, out: Tensor | None = None) -> Tensor:
         """x [rows, k], each row contiguous, to [rows, n]; with the epilogue "add", added to `out`.
@@ -110,11 +105,12 @@ class Gemm:
         self._run(layer, x, made, given.dtype)
         return made
 
-    def quantised(self, layer: int, x: Fp8Matrix, scale: Fp8Scale) -> Fp8Matrix:
-        """Like __call__, with the result in FP8, too. Not with the epilogue "add"."""
+    def quantised(self, layer: int, x: Fp8Matrix, scales: Tensor) -> Fp8Matrix:
+        """Like __call__, with the result in FP8, too. `scales`: [1]. Not with the epilogue
+        "add"."""
         weight = self.weights[layer]
         empty = weight.new_empty(len(x), len(weight), dtype=torch.float8_e4m3fn)
-        made = Fp8Matrix(empty, scale)
+        made = Fp8Matrix(empty, scales)
         self._run(layer, x, made, weight.dtype)
         return made
 
@@ -134,24 +130,28 @@ class Gemm:
         else:
             choice.run(weight, bias, x, out)
 
-    def _pairs(self, x: Matrix) -> list[tuple[Matrix | None, Tensor | None]]:
+    def _pairs(self, x: Matrix) -> list[tuple[Weight | None, Tensor | None]]:
         """For each layer, the weight in the format of x, and the bias."""
-        weights: Sequence[Matrix | None] = self.weights
-        if isinstance(x, Fp8Matrix):
-            weights = [layer.weight if layer else None for layer in self.fp8]
+        weights: Sequence[Weight | None] = self.weights if isinstance(x, Tensor) else self.fp8
         biases: Sequence[Tensor | None] = self.biases or [None] * len(weights)
         return list(zip(weights, biases, strict=True))
 
     def _plain(
-        self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix, dtype: torch.dtype
+        self, weight: Weight, bias: Tensor | None, x: Matrix, out: Matrix, dtype: torch.dtype
     ) -> None:
-        if isinstance(weight, Fp8Matrix) and isinstance(x, Fp8Matrix):
-            result = scaled_mm(x, weight, bias, dtype)
+        if isinstance(weight, Fp8Weight) and isinstance(x, Fp8Matrix):
+            made = scaled_mm(x, weight, bias, dtype)
             if self.epilogue == "gelu_tanh":
-                result = F.gelu(result, approximate="tanh")
+                made = F.gelu(made, approximate="tanh")
             if isinstance(out, Fp8Matrix):
-                result = Fp8Matrix.rounded(result, out.scale).values
-            values(out).copy_(result if self.epilogue != "add" else values(out) + result)
+                for some, to in zip(
+                    made.split(PLAIN_ROWS), out.values.split(PLAIN_ROWS), strict=True
+                ):
+                    to.copy_(rounded(some, out.scales).values)
+            elif self.epilogue == "add":
+                out.add_(made)
+            else:
+                out.copy_(made)
             return
         x, weight, out = values(x), values(weight).t(), values(out)
         added = out if bias is None else bias
@@ -166,7 +166,7 @@ class Gemm:
         """The fastest choice. None: only torch's GEMM takes this shape."""
         kind = values(out).dtype
         zeros = values(x).new_zeros(shape.rows, shape.out_stride, dtype=kind)[:, : shape.n]
-        scratch = Fp8Matrix(zeros, out.scale) if isinstance(out, Fp8Matrix) else zeros
+        scratch = Fp8Matrix(zeros, out.scales) if isinstance(out, Fp8Matrix) else zeros
         pairs = [(weight, bias) for weight, bias in self._pairs(x) if weight is not None]
         timed = []
         for index, choice in enumerate(choices(shape, self.epilogue, values(x).device)):

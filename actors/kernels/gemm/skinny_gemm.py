@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from actors.kernels.gemm.cublaslt import Epilogue, GemmShape
-from actors.kernels.gemm.fp8 import Matrix, values
+from actors.kernels.gemm.fp8 import Matrix, Weight, values
 from actors.kernels.hopper import cuda
 from actors.kernels.hopper.cuda import (
     ELEMENTS,
@@ -92,8 +92,9 @@ class SkinnyGemm:
     tile: GemmTile
     kernel: LoadedKernel
 
-    def run(self, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix) -> None:
+    def run(self, weight: Weight, bias: Tensor | None, x: Matrix, out: Matrix) -> None:
         weight, x, out = values(weight), values(x), values(out)
+        assert x.dtype != torch.float8_e4m3fn, "This is a bug."
         boxes = (x, self.tile.rows), (weight, 64 * self.tile.groups), (out, UNIT)
         maps = b"".join(tensor_map(matrix, (rows, COLUMNS)) for matrix, rows in boxes)
         n, k = weight.shape

@@ -55,8 +55,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         int count = 2 * heads / gridDim.y, first = blockIdx.y * count;
         ELEMENT* from = qkv + ((long long)token * 3 * heads + first) * SIZE + part * 4;
         unsigned char* to = qk + ((long long)slot * 2 * heads + first) * PITCH + part * 4;
+        if (chosen)
 #pragma unroll
-        for (int j = 0; j < 4 && chosen; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
+            for (int j = 0; j < 4; j++) c[j] *= QK_SCALE, s[j] *= QK_SCALE;
         for (int start = 0; start < count; start += BATCH) {
             uint2 loaded[BATCH][2];
 #pragma unroll

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from actors.kernels.gemm import fp8
-from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Rows, Fp8Scale, Matrix, values
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Rows, Matrix, values
 from actors.kernels.hopper.cuda import overlaps
 
 BLOCK = 1024  # columns or pairs per program
@@ -36,8 +36,8 @@ def norm_kernel(
     bias: tl.tensor,
     out: tl.tensor,
     rows: tl.tensor,
+    scales: tl.tensor,
     epsilon: tl.tensor,
-    factor: tl.tensor,
     CENTRED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -45,7 +45,7 @@ def norm_kernel(
     FP8: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ) -> None:
-    """ROWS rows per program. The result is multiplied by `factor`."""
+    """ROWS rows per program."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < WIDTH
@@ -62,9 +62,11 @@ def norm_kernel(
         value -= (tl.sum(value, 1) / WIDTH)[:, None]
     value = tl.where(inside, value, 0.0)
     scale = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + epsilon)[:, None]
-    result = (value * scale * by + plus) * factor
+    result = value * scale * by + plus
     to = out + place
-    if FP8:  # stored as it was loaded: wider stores would take an exchange in shared memory
+    if FP8:
+        result *= tl.load(scales)
+        # Stored as it was loaded: wider stores would take an exchange in shared memory.
         to = tl.max_contiguous(tl.multiple_of(to, (1, 8)), (1, 8))
     tl.store(to, result.to(out.dtype.element_ty), mask=mask)
 
@@ -77,12 +79,12 @@ def norm(
     epsilon: float,
     *,
     centred: bool,
-    fp8: Fp8Scale | None = None,
+    scales: Tensor | None = None,
 ) -> Matrix:
-    """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width]. `fp8`:
-    the scale of the result, if that is in FP8."""
+    """LayerNorm (centred) or RMSNorm of x + shift: x [rows, width], shift float32 [width].
+    `scales`: [1], if the result is in FP8."""
     rows, width = x.shape
-    out, factor = empty(x, width, fp8)
+    out = empty(x, width, scales)
     early = overlaps(x.device, rows)
     together, warps = (4, 4) if rows <= NORM_ROWS else (1, 1)
     if width > WIDE:
@@ -94,13 +96,13 @@ def norm(
         bias,
         values(out),
         rows,
+        x if scales is None else scales,
         epsilon,
-        factor,
         CENTRED=centred,
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ROWS=together,
-        FP8=fp8 is not None,
+        FP8=scales is not None,
         OVERLAPS=early,
         launch_pdl=early,
         num_warps=warps,
@@ -108,12 +110,11 @@ def norm(
     return out
 
 
-def empty(x: Tensor, width: int, fp8: Fp8Scale | None) -> tuple[Matrix, float]:
-    """As many rows as x, uninitialised, and the factor for what is written there."""
-    if fp8 is None:
-        return torch.empty(len(x), width, dtype=x.dtype, device=x.device), 1.0
-    found = torch.empty(len(x), width, dtype=torch.float8_e4m3fn, device=x.device)
-    return Fp8Matrix(found, fp8), 1 / fp8.factor
+def empty(x: Tensor, width: int, scales: Tensor | None) -> Matrix:
+    """As many rows as x, uninitialised; in FP8 if there are scales."""
+    dtype = x.dtype if scales is None else torch.float8_e4m3fn
+    made = torch.empty(len(x), width, dtype=dtype, device=x.device)
+    return made if scales is None else Fp8Matrix(made, scales)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -214,13 +215,14 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
 def activate_kernel(
     x: tl.tensor,
     out: tl.tensor,
+    scales: tl.tensor,
     width: tl.tensor,
-    factor: tl.tensor,
     ACTIVATION: tl.constexpr,
     GATED: tl.constexpr,
+    SCALES: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """BLOCK columns of a row per program. The result is multiplied by `factor`."""
+    """BLOCK columns of a row per program. SCALES: none (0), one (1), or one per column (2)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -236,27 +238,32 @@ def activate_kernel(
     elif ACTIVATION == "quick_gelu":
         a = a * tl.sigmoid(1.702 * a)
     else:
+        tl.static_assert(ACTIVATION == "swiglu" or ACTIVATION == "swiglu_10")
         a = a * tl.sigmoid(a)
     if GATED:
         up = tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
         a *= tl.clamp(up, -10.0, 10.0) if ACTIVATION == "swiglu_10" else up
-    tl.store(out + row * width + column, (a * factor).to(out.dtype.element_ty), mask=inside)
+    if SCALES == 1:
+        a *= tl.load(scales)
+    elif SCALES == 2:
+        a *= tl.load(scales + column, mask=inside)
+    tl.store(out + row * width + column, a.to(out.dtype.element_ty), mask=inside)
 
 
-def activated(x: Tensor, activation: str, fp8: Fp8Scale | None = None) -> Matrix:
+def activated(x: Tensor, activation: str, scales: Tensor | None = None) -> Matrix:
     """The activation of x [rows, width], contiguous, or of a gated one [rows, 2 x width], gate
-    before up, to [rows, width]. `fp8`: the scale of the result, if that is in FP8."""
-    rows, width = x.shape
+    before up, to [rows, width]. `scales`: [1] or [width], if the result is in FP8."""
     gated = activation in GATED
-    width = width // 2 if gated else width
-    out, factor = empty(x, width, fp8)
+    rows, width = len(x), x.shape[1] // (2 if gated else 1)
+    out = empty(x, width, scales)
     activate_kernel[(rows, triton.cdiv(width, BLOCK))](
         x,
         values(out),
+        x if scales is None else scales,
         width,
-        factor,
         ACTIVATION=activation,
         GATED=gated,
+        SCALES=0 if scales is None else min(len(scales), 2),
         BLOCK=BLOCK,
         num_warps=4,
     )

@@ -89,7 +89,8 @@ class Affine:
     fp8: bool = False
     """Whether the layer runs in FP8: the weight and x, but not the bias."""
     largest: Tensor | None = None
-    """A scalar: no value of x is larger. Only FP8 needs it; see `bounded`."""
+    """No value of x is larger: a scalar, or one number per column. Only FP8 needs it; see
+    `bounded`."""
 
     def gemm(self, x: Tensor) -> Tensor:
         """Like `linear`, or in FP8. For layers that the fast form may run in FP8."""
@@ -149,14 +150,18 @@ class BlockWeights:
 
 
 def bounded(norm: Affine, up: Affine, down: Affine) -> tuple[Affine, Affine]:
-    """`up` and `down` with bounds of their inputs: `up` follows the norm; between the two is an
-    activation, which is gated if `up` has twice the outputs. No activation makes a value larger."""
+    """`up` and `down` with bounds of their inputs: `up` follows the norm, an activation is between
+    the two. No activation makes a value larger.
+
+    A gated one, for which `up` has two outputs per input of `down`, multiplies them. So a bound
+    could be far too large for most inputs of `down`, unless each has its own.
+    """
     gain = norm.weight, norm.bias
-    outputs = fp8.largest_outputs(*gain, up.weight, up.bias)
-    gates = len(outputs) // down.weight.shape[1]
-    largest = outputs.view(gates, -1).prod(0).amax()
-    up = replace(up, largest=fp8.largest_normed(*gain))
-    return up, replace(down, largest=largest)
+    largest = fp8.largest_outputs(*gain, up.weight, up.bias)
+    largest = (
+        largest.amax() if len(largest) == down.weight.shape[1] else largest.view(2, -1).prod(0)
+    )
+    return replace(up, largest=fp8.largest_normed(*gain)), replace(down, largest=largest)
 
 
 def bounded_block(layer: BlockWeights) -> BlockWeights:

@@ -6,8 +6,9 @@ Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. 
   layers so far.
 - GELU happens in the epilogue of the up GEMM, which needs an MLP width that is a multiple of 128.
   So the width is padded with zeros, which every activation keeps. Without padding, GEMMs of odd
-  widths, such as Qwen2.5-VL's 3420, are slow. The epilogue has only GELU's tanh form. It differs
-  from the exact one by at most 5e-4, less than bfloat16 rounds off, so it replaces that, too.
+  widths, such as Qwen2.5-VL's 3420, are slow. The epilogue has only GELU's tanh form. In bfloat16
+  it replaces the exact one, too: the two differ by at most 5e-4, which does not raise the error of
+  an MLP's output.
 
 The inputs of GEMMs in FP8 are quantised by a kernel that precedes them anyway: the norm, the up
 GEMM after its GELU, or another activation. No such kernel precedes proj, so it stays in 16 bits.
@@ -27,8 +28,8 @@ from actors.kernels.attention import Attention, Values
 from actors.kernels.attention_fp8 import rotate_given
 from actors.kernels.break_points import between
 from actors.kernels.gemm.cublaslt import Epilogue
-from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Scale, Matrix
-from actors.kernels.gemm.gemm import Fp8Layer, Gemm
+from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Weight, Matrix
+from actors.kernels.gemm.gemm import Gemm
 from actors.kernels.triton.elementwise import activated, norm, shifted
 from actors.models.layers.block import (
     Activation,
@@ -91,8 +92,8 @@ class FastBlocks:
         for index, layer in enumerate(between(self.layers)):
             seen = windows if index in self.style.windowed else values
             self.attend(index, layer, x, cos, sin, seen)
-            inputs = self.mlp.inputs(index, len(x))
-            self.mlp(index, self.norm(x, layer.shift2, layer.norm2, inputs), len(x), x)
+            scales = self.mlp.scales(index, len(x))
+            self.mlp(index, self.norm(x, layer.shift2, layer.norm2, scales), len(x), x)
             if index in self.taps:
                 tapped.append(shifted(x, self.shifts[index], torch.empty_like(x)))
         return shifted(x, self.shifts[-1], x), tapped
@@ -108,8 +109,8 @@ class FastBlocks:
     ) -> None:
         """Adds attention to x. A method, so that its intermediate tensors are freed before the
         MLP runs."""
-        inputs = self.qkv.inputs(index, len(x))
-        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, inputs))
+        scales = self.qkv.scales(index, len(x))
+        qkv = self.qkv(index, self.norm(x, layer.shift1, layer.norm1, scales))
         qkv = qkv.view(len(x), 3, self.style.heads, -1)
         if layer.qk_norm is not None:
             qkv[:, :2] = qk_normed(qkv[:, :2], layer.qk_norm, self.style.epsilon)
@@ -121,9 +122,9 @@ class FastBlocks:
             attended = attention(qkv, seen)
         self.proj(index, attended, x)
 
-    def norm(self, x: Tensor, shift: Tensor, by: Affine, fp8: Fp8Scale | None) -> Matrix:
-        centred = self.style.norm == "layer"
-        return norm(x, shift, by.weight, by.bias, self.style.epsilon, centred=centred, fp8=fp8)
+    def norm(self, x: Tensor, shift: Tensor, by: Affine, scales: Tensor | None) -> Matrix:
+        given, centred = (x, shift, by.weight, by.bias), self.style.norm == "layer"
+        return norm(*given, self.style.epsilon, centred=centred, scales=scales)
 
 
 class Mlp:
@@ -141,36 +142,49 @@ class Mlp:
         padding, gates = -inner % MLP_MULTIPLE, len(up[0].weight) // inner
         if padding:  # with no padding F.pad would still copy
             up = [padded(layer, padding, gates) for layer in up]
-            down = [replace(one, weight=F.pad(one.weight, (0, padding))) for one in down]
+            down = [padded_inputs(layer, padding) for layer in down]
         self.activation = activation
         self.up, self.down = gemm(up, "bias"), gemm(down, epilogue)
-        gelu = activation in ("gelu", "gelu_tanh")
+        exact = activation == "gelu" and up[0].weight.dtype != torch.bfloat16
+        gelu = activation in ("gelu", "gelu_tanh") and not exact
         self.up_gelu = gemm(up, "gelu_tanh", self.up.fp8) if gelu else None
 
-    def inputs(self, layer: int, rows: int) -> Fp8Scale | None:
-        """The scale of x, if that should be in FP8."""
-        return self.up.inputs(layer, rows)
+    def scales(self, layer: int, rows: int) -> Tensor | None:
+        """The scales of x, if that should be in FP8."""
+        return self.up.scales(layer, rows)
 
     def __call__(self, layer: int, x: Matrix, rows: int, out: Tensor | None) -> Tensor:
         """See Gemm. `rows`: those that decide whether FP8 is used."""
-        inner = self.down.inputs(layer, rows)
-        if self.up_gelu and not inner:
-            return self.down(layer, self.up_gelu(layer, x), out)
-        if self.up_gelu and inner and isinstance(x, Fp8Matrix):
-            return self.down(layer, self.up_gelu.quantised(layer, x, inner), out)
-        return self.down(layer, activated(self.up(layer, x), self.activation, inner), out)
+        scales = self.down.scales(layer, rows)
+        if self.up_gelu is None or (scales is not None and isinstance(x, Tensor)):
+            made = activated(self.up(layer, x), self.activation, scales)
+        elif scales is not None and isinstance(x, Fp8Matrix):
+            made = self.up_gelu.quantised(layer, x, scales)
+        else:
+            made = self.up_gelu(layer, x)
+        return self.down(layer, made, out)
 
 
-def gemm(layers: Sequence[Affine], epilogue: Epilogue, fp8: Sequence[Fp8Layer | None] = ()) -> Gemm:
-    """`fp8`: the layers in FP8, if there is a Gemm that has them already."""
+def gemm(
+    layers: Sequence[Affine], epilogue: Epilogue, fp8: Sequence[Fp8Weight | None] = ()
+) -> Gemm:
+    """`fp8`: the weights in FP8, if there is a Gemm that has them already."""
     biases = None if epilogue == "add" else [layer.bias for layer in layers]
-    fp8 = fp8 or [fp8_layer(layer) if layer.fp8 else None for layer in layers]
+    fp8 = fp8 or [in_fp8(layer) if layer.fp8 else None for layer in layers]
     return Gemm([layer.weight for layer in layers], biases, epilogue, fp8)
 
 
-def fp8_layer(layer: Affine) -> Fp8Layer:
+def in_fp8(layer: Affine) -> Fp8Weight:
     assert layer.largest is not None, "This is a bug."
-    return Fp8Layer(Fp8Matrix.weight(layer.weight), Fp8Scale.of(layer.largest))
+    return Fp8Weight.of(layer.weight, layer.largest)
+
+
+def padded_inputs(linear: Affine, columns: int) -> Affine:
+    """Appends columns of zeros to the weight, for inputs that are zero."""
+    largest = linear.largest
+    if largest is not None and largest.dim():
+        largest = F.pad(largest, (0, columns))
+    return replace(linear, weight=F.pad(linear.weight, (0, columns)), largest=largest)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:

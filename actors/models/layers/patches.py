@@ -85,9 +85,9 @@ class Merger:
             return y if out is None else out.copy_(y)
         from actors.kernels.triton.elementwise import norm
 
-        by, kind, inputs = self.norm, self.kind == "layer", self.mlp.inputs(0, len(x))
-        given = rows, self.nothing, by.weight, by.bias, self.epsilon
-        made = norm(*given, centred=kind, fp8=inputs)
+        given = rows, self.nothing, self.norm.weight, self.norm.bias, self.epsilon
+        centred, scales = self.kind == "layer", self.mlp.scales(0, len(x))
+        made = norm(*given, centred=centred, scales=scales)
         return self.mlp(0, made.view(-1, columns), len(x), out)
 
 

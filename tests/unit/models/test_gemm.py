@@ -18,7 +18,7 @@ from actors.kernels.gemm.cublaslt import (
     Epilogue,
     GemmShape,
 )
-from actors.kernels.gemm.fp8 import Matrix
+from actors.kernels.gemm.fp8 import Matrix, Weight
 from actors.kernels.gemm.gemm import (
     CHOICES,
     FAVOUR,
@@ -66,7 +66,7 @@ class Chosen(CublasLtPlan):
         pass
 
     def run(
-        self, algorithm: Algorithm, weight: Matrix, bias: Tensor | None, x: Matrix, out: Matrix
+        self, algorithm: Algorithm, weight: Weight, bias: Tensor | None, x: Matrix, out: Matrix
     ) -> None:
         raise RuntimeError("chosen")
 
@@ -84,7 +84,7 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
         def algorithms(self) -> list[Algorithm]:
             return offered
 
-        def run(self, algorithm: Algorithm, *_: Matrix | None) -> None:
+        def run(self, algorithm: Algorithm, *_: Matrix | Weight | None) -> None:
             if algorithm is refused:
                 raise RuntimeError("cuBLASLt failed with code 15")
 
@@ -109,7 +109,7 @@ def test_an_algorithm_that_is_refused_when_it_runs_is_passed_over(
 class Ours(SkinnyGemm):
     """A kernel of our own that has nothing to launch."""
 
-    def run(self, *_: Matrix | None) -> None:
+    def run(self, *_: Matrix | Weight | None) -> None:
         pass
 
 
