@@ -21,7 +21,7 @@ from torch import Tensor
 from actors.kernels.attention import Attention, Shapes, Values
 from actors.kernels.break_points import between
 from actors.models.layers.block import NORMS, Affine, BlocksForm, Norm
-from actors.models.layers.weights import MOST_LAYERS, Expected, Weights, affine
+from actors.models.layers.weights import Expected, Weights, affine
 from actors.models.packed import segments_of
 from actors.models.tower import Tower
 from actors.spec.audio import BEYOND, ConformerSizing
@@ -228,13 +228,6 @@ def around(x: Tensor, taps: int, later: int, value: float = 0) -> Tensor:
 def together(ends: Tensor) -> Tensor:
     """bool [positions, positions]: which are of the same segment."""
     return ends[:, None] == ends
-
-
-def numbered_blocks(name: str, depth: int) -> list[str]:
-    """Raises ValueError."""
-    if depth > MOST_LAYERS:
-        raise ValueError(f"{depth} layers")
-    return [f"{name}.{block}" for block in range(depth)]
 
 
 def pointwise(weights: Weights, name: str) -> Affine:

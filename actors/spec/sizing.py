@@ -33,6 +33,7 @@ MOST_ITEMS_A_BUDGET = 4
 """How many items of the largest size a budget may hold. More would save no launches, but cost
 memory and time."""
 
+MOST_BLOCKS = 10_000  # merge blocks on a side of Kimi's images
 NAFLEX_STEP, NAFLEX_MOST_SCALE = 1e-5, 100.0
 """The precision with which the scale of an image is found, and the largest scale that is tried."""
 NAFLEX_IMAGES_PER_BUDGET = 16
@@ -372,11 +373,14 @@ class CappedSizing(BlockSizing):
         return self.most_blocks() * self.merge_size
 
     def largest_tokens(self) -> int:
+        """Raises ValueError for longer sides than any image has."""
         # A side of d + 1 blocks is longer than d blocks. The limit counts whole patches only: a
         # side of n counted patches may be almost n + 1 long, so that d blocks can come from as few
         # as d * merge_size counted patches, and the image was shrunk by almost one patch less than
         # the limit demands. The other side may be longer by the same factor.
         most = self.most_blocks()
+        if most > MOST_BLOCKS:
+            raise ValueError(f"{self.max_side_patches} patches on a side")
         largest = most
         for blocks in range(2, most + 1):
             counted = (blocks - 1) * self.merge_size

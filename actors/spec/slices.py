@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -92,16 +93,17 @@ class SlicedSizing(BlockSizing):
         return whole + slices if self.whole_first else slices + whole
 
     def largest_tokens(self) -> int:
+        """Raises ValueError for more slices than any model has."""
+        if self.max_slices > MOST_TILES:
+            raise ValueError(f"{self.max_slices} slices of an image")
         return self.most_tokens(self.max_slices)
 
     def defaults(self) -> Defaults:
         return {"max_patches": self.max_slices}
 
     def largest(self, tokens: int) -> Largest:
-        most = 1
-        while self.most_tokens(most + 1) <= tokens:
-            most += 1
-        return {"max_patches": most}
+        more = range(2, MOST_TILES + 1)
+        return {"max_patches": 1 + bisect_right(more, tokens, key=self.most_tokens)}
 
     def asked(self, kwargs: ProcessorKwargs) -> Self:
         return replace(self, max_slices=kwargs.max_patches or self.max_slices)
@@ -165,9 +167,7 @@ class ScaledSlices(SlicedSizing):
         return math.ceil(blocks * math.sqrt(MAX_ASPECT) + 1) * self.merge_size
 
     def most_tokens(self, slices: int) -> int:
-        """The tokens of the longest image, and of its slices. Raises ValueError."""
-        if slices > MOST_TILES:
-            raise ValueError(f"{slices} slices of an image")
+        """The tokens of the longest image, and of its slices."""
         counts = range(2, slices + 1)
         return self.longest_tokens(MAX_ASPECT) + max(
             (n * self.longest_tokens(max(SQUARISH, MAX_ASPECT / n)) for n in counts), default=0

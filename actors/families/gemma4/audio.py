@@ -26,10 +26,9 @@ from actors.models.conformer import (
     Halving,
     Module,
     around,
-    numbered_blocks,
 )
 from actors.models.layers.block import Affine, layer_norm, rms_norm
-from actors.models.layers.weights import KEYS, Dimensions, Expected, Weights, affine
+from actors.models.layers.weights import KEYS, Dimensions, Expected, Weights, affine, numbered
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
@@ -72,7 +71,7 @@ def family(spec: ModelSpec) -> Family[GemmaAudioParts]:
         **affine(OUT, (dims, tower.width)),
         **affine(PROJECTOR, (spec.width, dims), bias=False),
     }
-    for block in numbered_blocks("layers", tower.depth):
+    for block in numbered("layers", tower.depth):
         expected |= expected_layer(spec, block, tower)
     return Family(PREFIXES, expected, tower.head_size, parts, GemmaAudioTower)
 
@@ -121,9 +120,7 @@ def parts(spec: ModelSpec, weights: Weights) -> GemmaAudioParts:
     return GemmaAudioParts(
         halvings=[halving(weights, f"{STEM}.layer{one}") for one in range(2)],
         out=replace(stem, weight=turned),
-        layers=[
-            layer_of(spec, weights, one, before) for one in numbered_blocks("layers", tower.depth)
-        ],
+        layers=[layer_of(spec, weights, one, before) for one in numbered("layers", tower.depth)],
         style=ConformerStyle(tower.heads, "rms", EPSILON, F.silu, F.glu, later=0),
         head=head,
         before=before,

@@ -12,7 +12,14 @@ from torch import Tensor
 
 from actors.families.clip import tower as clip
 from actors.models.layers.block import Style, layer_norm
-from actors.models.layers.weights import Dimensions, Weights, affine, expected_blocks, table_side
+from actors.models.layers.weights import (
+    Dimensions,
+    Weights,
+    affine,
+    expected_blocks,
+    numbered,
+    table_side,
+)
 from actors.models.tiled import TileParts, TileTower
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
@@ -46,7 +53,7 @@ def dimensions(spec: ModelSpec) -> Dimensions:
 
 def aligner(spec: ModelSpec) -> list[str]:
     """The names of the aligner's layers."""
-    return ["fc1", *(f"hidden_layers.{index}" for index in range(int(spec.vision["depth"]) - 1))]
+    return ["fc1", *numbered("hidden_layers", int(spec.vision["depth"]) - 1)]
 
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:

@@ -23,13 +23,12 @@ from actors.models.conformer import (
     FeedForward,
     around,
     expected_halvings,
-    numbered_blocks,
     pointwise,
     separable_halvings,
     together,
 )
 from actors.models.layers.block import rms_norm
-from actors.models.layers.weights import Dimensions, Expected, Weights, affine
+from actors.models.layers.weights import Dimensions, Expected, Weights, affine, numbered
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
@@ -58,7 +57,7 @@ def family(spec: ModelSpec) -> Family[ConformerParts]:
         **affine(UP, (inner, width), bias=bias),
         **affine(DOWN, (spec.width, inner), bias=bias),
     }
-    blocks = numbered_blocks("layers", tower.depth)
+    blocks = numbered("layers", tower.depth)
     for block in blocks:
         expected |= expected_layer(spec, block, tower)
     unused = {f"feature_extractor.featurizer.{name}" for name in ("fb", "window")}
@@ -103,7 +102,7 @@ def parts(spec: ModelSpec, weights: Weights) -> ConformerParts:
     return ConformerParts(
         halvings=separable_halvings(weights, LATER, FIRST),
         out=weights.affine(OUT),
-        layers=[layer_of(weights, one) for one in numbered_blocks("layers", tower.depth)],
+        layers=[layer_of(weights, one) for one in numbered("layers", tower.depth)],
         style=style,
         head=lambda x: down.linear(F.relu(up.linear(rms_norm(x, norm, EPSILON))).square()),
     )

@@ -22,13 +22,12 @@ from actors.models.conformer import (
     Convolution,
     FeedForward,
     expected_halvings,
-    numbered_blocks,
     pointwise,
     separable_halvings,
     together,
 )
 from actors.models.layers.block import Affine, swiglu
-from actors.models.layers.weights import Dimensions, Expected, Weights, affine
+from actors.models.layers.weights import Dimensions, Expected, Weights, affine, numbered
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 
@@ -78,7 +77,7 @@ def family(spec: ModelSpec) -> Family[PhiAudioParts]:
         **affine(up, (spec.width, width)),
         **affine(down, (spec.width, spec.width)),
     }
-    for block in numbered_blocks("encoders", tower.depth):
+    for block in numbered("encoders", tower.depth):
         expected |= expected_layer(spec, block, tower)
     with_images = (named(spec, f"{one}_proj_for_vision_speech") for one in ("up", "down"))
     unused = frozenset(name for one in with_images for name in affine(one, (1,)))
@@ -113,7 +112,7 @@ def parts(spec: ModelSpec, weights: Weights) -> PhiAudioParts:
     return PhiAudioParts(
         halvings=separable_halvings(weights, LATER, FIRST),
         out=weights.affine(OUT),
-        layers=[layer_of(spec, weights, one) for one in numbered_blocks("encoders", tower.depth)],
+        layers=[layer_of(spec, weights, one) for one in numbered("encoders", tower.depth)],
         style=ConformerStyle(tower.heads, "layer", EPSILON, swiglu, swiglu, later=0),
         head=lambda x: down.linear(F.gelu(up.linear(x))),
         mean=weights.place(weights.tensors[MEAN]),

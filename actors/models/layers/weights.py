@@ -277,7 +277,7 @@ class Weights:
                 attention=f"{block}.{names.qkv[0]}{ATTENTION}",
                 attention_fp8=f"{block}.{names.qkv[0]}{ATTENTION}" in self.fp8,
             )
-            for block in (f"{names.block}.{layer}" for layer in range(depth))
+            for block in numbered(names.block, depth)
         ]
 
     def stacked(self, names: Iterable[str]) -> Tensor | None:
@@ -286,13 +286,18 @@ class Weights:
         return self.place(torch.stack(found)) if found else None
 
 
+def numbered(name: str, layers: int) -> list[str]:
+    """The names of layers. Raises ValueError for more than any tower has."""
+    if layers > MOST_LAYERS:
+        raise ValueError(f"{layers} layers")
+    return [f"{name}.{layer}" for layer in range(layers)]
+
+
 def expected_blocks(
     names: BlockNames, depth: int, width: int, mlp_width: int, qk_size: int | None = None
 ) -> Expected:
     """Names and shapes of the blocks' tensors. `qk_size`: the size of the norms of q and k, if they
     are per head. Raises ValueError."""
-    if depth > MOST_LAYERS:
-        raise ValueError(f"{depth} layers")
     parts: dict[str, tuple[int, ...]] = {
         names.norm1: (width,),
         **dict.fromkeys(names.qkv, (3 * width // len(names.qkv), width)),
@@ -302,8 +307,7 @@ def expected_blocks(
         names.down: (width, mlp_width),
     }
     shapes: Expected = {}
-    for layer in range(depth):
-        block = f"{names.block}.{layer}"
+    for block in numbered(names.block, depth):
         for part, weight in parts.items():
             shapes |= affine(
                 f"{block}.{part}", weight, bias=names.biased and part not in names.unbiased

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from contextlib import suppress
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,27 @@ WRONG: list[Any] = [None, "x", [], [1], {}, -1, 0, 1.5, 1e308, float("inf"), 10*
 class Damaged(Notes):
     def read_json(self, name: str) -> dict[str, Any] | None:
         return self.contents.get(name)
+
+
+@pytest.mark.parametrize(
+    ("preset", "place", "what"),
+    [
+        ("lfm25vl-1.6b", "processor_config.json image_processor max_tiles", "slices of an image"),
+        ("minicpmv-4.6", "preprocessor_config.json max_slice_nums", "slices of an image"),
+        (
+            "kimik25",
+            "preprocessor_config.json media_proc_cfg patch_limit_on_one_side",
+            "patches on a side",
+        ),
+        ("janus-pro-1b", "config.json vision_config depth", "layers"),
+    ],
+)
+def test_what_would_take_forever_is_refused(preset: str, place: str, what: str) -> None:
+    files: Any = Preset(preset).files
+    *folders, key = place.split()
+    reduce(getitem, folders, files)[key] = 10**8
+    with pytest.raises(CheckpointError, match=what):
+        family_of(registry.read(ModelOptions(id=preset, load_format="dummy"), Damaged(files)))
 
 
 @given(st.sampled_from(preset_names()), st.sampled_from(WRONG), st.data())
