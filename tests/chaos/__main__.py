@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -50,6 +50,7 @@ place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error
 answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
 another encoder has its place, or with 504 if rows of over a megabyte were being read."""
 OUTSTANDING, ROW_MEMORY = "encoder_router_outstanding_patches", "encoder_row_memory_bytes"
+FOLDER = TemporaryDirectory()  # for the model; removed when the process ends
 STORE_BYTES, GPU_STORE_BYTES = 400_000_000, 4_000_000_000
 
 
@@ -111,7 +112,7 @@ def hardy() -> ServiceOptions:
     rows are so wide that those of most images are lent."""
     return parse(
         {
-            "model": wide(Path(mkdtemp()), 2 * WIDTH).model_dump(),
+            "model": wide(Path(FOLDER.name), 2 * WIDTH).model_dump(),
             "encoder": {
                 "replicas": ENCODERS,
                 "num_gpus": 0,
