@@ -61,7 +61,7 @@ class GemmShape:
     fp8: bool = False
     """Whether x and weight are in FP8."""
     fp8_out: bool = False
-    """Whether out is."""
+    """Whether out is in FP8. Its bias is not."""
 
 
 class CublasLtPlan:
@@ -118,7 +118,7 @@ class CublasLtPlan:
         before = values(out)
         if isinstance(out, Fp8Matrix):
             self._describe(OUT_SCALE_POINTER, c_uint64(out.scales.data_ptr()))
-            before = values(weight)  # is not read; cuBLASLt rejects `out`, which has another type
+            before = values(weight)  # any but `out`, which cuBLASLt rejects; it is not read
         self._call(
             "Matmul",
             *(self.handle, self.description, byref(c_float(factor))),

@@ -1,9 +1,10 @@
 """Matrices in FP8 (e4m3), and what a GEMM of two of them computes.
 
 Scales of a GEMM's inputs are constants, because the norm and the weights in front of a layer bound
-its inputs. So the kernel that computes inputs also quantises them, even if that is a GEMM. A bound
-may be far above the usual values: e4m3 has three bits of mantissa over a range of 28,000. Rows that
-leave the service in FP8 have a scale each instead, because nothing bounds them.
+its inputs. So the kernel that computes inputs also quantises them, even if that is a GEMM. That a
+bound is far above the usual values costs little, because e4m3 has three bits of mantissa over a
+range of 28,000. Rows that leave the service in FP8 have a scale each instead, because nothing
+bounds them.
 """
 
 from __future__ import annotations

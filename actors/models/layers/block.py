@@ -89,8 +89,8 @@ class Affine:
     fp8: bool = False
     """Whether the layer runs in FP8: the weight and x, but not the bias."""
     largest: Tensor | None = None
-    """No value of x is larger: a scalar, or one number per column. Only FP8 needs it; see
-    `bounded`."""
+    """The bound of the absolute values of x: a scalar, or one number per column. Only FP8 needs it;
+    see `bounded`."""
 
     def gemm(self, x: Tensor) -> Tensor:
         """Like `linear`, or in FP8. For layers that the fast form may run in FP8."""
@@ -150,11 +150,11 @@ class BlockWeights:
 
 
 def bounded(norm: Affine, up: Affine, down: Affine) -> tuple[Affine, Affine]:
-    """`up` and `down` with bounds of their inputs: `up` follows the norm, an activation is between
-    the two. No activation makes a value larger.
+    """`up` and `down` with bounds of their inputs. `up` follows the norm, and `down` the activation
+    of `up`. No activation makes a value larger.
 
-    A gated one, for which `up` has two outputs per input of `down`, multiplies them. So a bound
-    could be far too large for most inputs of `down`, unless each has its own.
+    A gated one multiplies two outputs of `up`. Then bounds of the inputs of `down` may differ much,
+    so each input has its own. Otherwise the largest bound is that of all.
     """
     gain = norm.weight, norm.bias
     largest = fp8.largest_outputs(*gain, up.weight, up.bias)

@@ -10,8 +10,9 @@ Equal to ReferenceBlocks within the rounding of the dtype, and safe to capture. 
   it replaces the exact one, too: the two differ by at most 5e-4, which does not raise the error of
   an MLP's output.
 
-The inputs of GEMMs in FP8 are quantised by a kernel that precedes them anyway: the norm, the up
-GEMM after its GELU, or another activation. No such kernel precedes proj, so it stays in 16 bits.
+The inputs of GEMMs in FP8 are quantised by the kernel that computes them anyway: the norm, the up
+GEMM with its GELU, or that of another activation. The attention kernels do not quantise, so proj
+stays in 16 bits.
 """
 
 from __future__ import annotations
