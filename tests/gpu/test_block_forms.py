@@ -20,7 +20,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Item
 from tests.gpu.test_graphs import items_within
 from tests.gpu.test_tiled_graphs import poison
-from tests.gpu.towers import cuda, finished, published, relative_error
+from tests.gpu.towers import cuda, finished, published, relative_error, shallow
 
 pytestmark = pytest.mark.gpu
 
@@ -52,20 +52,25 @@ def _forget_compilations() -> Iterator[None]:
     torch.compiler.reset()
 
 
-LINEARS = ("attn.qkv", "mlp.linear_fc1", "mlp.linear_fc2")
-SOME = frozenset(
-    {f"blocks.{block}.{name}" for block in (0, 2) for name in LINEARS}
-    | {"blocks.1.mlp.linear_fc1", "blocks.3.mlp.linear_fc2"}
-    | {"merger.linear_fc1", "merger.linear_fc2", "deepstack_merger_list.0.linear_fc1"}
-)
+SOME = {
+    "qwen3vl-2b": ("mlp.linear_fc1", "mlp.linear_fc2", "merger.linear_fc1", "merger.linear_fc2"),
+    "qwen25vl-7b": ("mlp.gate_proj", "mlp.down_proj", "merger.mlp.0", "merger.mlp.2"),  # gated
+}
+
+
+def some_layers(preset: str) -> frozenset[str]:
+    up, down, *merger = SOME[preset]
+    whole = {f"blocks.{block}.{name}" for block in (0, 2) for name in ("attn.qkv", up, down)}
+    return frozenset(whole | {f"blocks.1.{up}", f"blocks.3.{down}", *merger})
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, which is reset
-def test_fp8_is_captured_and_equals_its_emulation(
-    model: ModelSpec, weights: Mapping[str, Tensor], device: Device
-) -> None:
-    tower = build(model, weights, device.device, fp8=SOME)
-    emulated = build(replace(model, dtype="float32"), weights, device.device, fp8=SOME)
+@pytest.mark.parametrize("preset", SOME)
+def test_fp8_is_captured_and_equals_its_emulation(preset: str, device: Device) -> None:
+    model, fp8 = shallow(preset), some_layers(preset)
+    weights = tensors(ModelOptions(id=model.id, load_format="dummy"), model, device.device)
+    tower = build(model, weights, device.device, fp8=fp8)
+    emulated = build(replace(model, dtype="float32"), weights, device.device, fp8=fp8)
     plain = build(replace(model, dtype="float32"), weights, device.device)
     graphs = GraphSet(tower, "default", BUDGETS, Segments(8), device)
     graphs.capture(lambda budget, seconds: None)
@@ -82,13 +87,13 @@ def test_fp8_is_captured_and_equals_its_emulation(
         assert 1e-2 < off < 1e-1, patches
         # Values that are rounded to the other side change it by a part of its own error. What FP8
         # changes is about the same nevertheless, and would not be if the two had nothing in common.
-        assert relative_error(rows, expected) < off, patches
+        assert relative_error(rows, expected) < 1.1 * off, patches
         change, wanted = rows.float() - before, expected - before
         assert 0.3 < float((change * wanted).sum() / wanted.square().sum()) < 1.5, patches
 
     for budget in (*BUDGETS, *reversed(BUDGETS)):
         poison(graphs)
-        items = items_within(budget, 5, seed=budget)
+        items = items_within(budget, 5, budget, 3 * model.sizing.patch_size**2)
         check(finished(graphs.run(budget, items)), items, 4 * budget)
         check(finished(graphs.run(None, items)), items, sum(each.plan.patches for each in items))
 

@@ -32,7 +32,7 @@ def item(rows: int, columns: int, seed: int, row_bytes: int = 768) -> Item:
     return Item(plan, generator.integers(0, 256, (patches, row_bytes), dtype=np.uint8))
 
 
-def items_within(tokens: int, most: int, seed: int) -> list[Item]:
+def items_within(tokens: int, most: int, seed: int, row_bytes: int = 768) -> list[Item]:
     """1 to `most` items of mixed sizes that together hold at most so many tokens."""
     random = Random(seed)
     items: list[Item] = []
@@ -40,7 +40,7 @@ def items_within(tokens: int, most: int, seed: int) -> list[Item]:
     while left and len(items) < most:
         rows = random.randint(1, max(1, int(min(left, 4096) ** 0.5)))
         columns = random.randint(1, max(1, min(left // rows, 2 * rows)))
-        items.append(item(rows, columns, seed + len(items)))
+        items.append(item(rows, columns, seed + len(items), row_bytes))
         left -= rows * columns
     return items
 

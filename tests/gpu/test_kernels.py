@@ -28,6 +28,7 @@ from actors.kernels.gemm.fp8 import (  # noqa: E402
 )
 from actors.kernels.gemm.gemm import CHOICES, Gemm, tuning  # noqa: E402
 from actors.kernels.triton.elementwise import (  # noqa: E402
+    GATED,
     activated,
     add_positions_,
     norm,
@@ -72,7 +73,7 @@ def test_rows_in_fp8(rows: int, width: int) -> None:
 @pytest.mark.parametrize("activation", get_args(Activation))
 @pytest.mark.parametrize("columns", [None, 1, 3420])
 def test_activations(activation: Activation, columns: int | None) -> None:
-    gated = activation in ("swiglu", "swiglu_10", "geglu_tanh")
+    gated = activation in GATED
     x = 8 * torch.randn(301, 3420 * (2 if gated else 1), dtype=torch.bfloat16)
     expected = ACTIVATIONS[activation](x.float())
     if columns is None:
@@ -102,7 +103,7 @@ def test_a_gemm_in_fp8(rows: int, epilogue: Epilogue, *, tuned: bool, in_fp8: bo
     CHOICES.clear()
 
     def run(to: Tensor) -> Matrix:
-        return gemm.quantised(0, x, results) if in_fp8 else gemm(0, x, to)
+        return gemm.to_fp8(0, x, results) if in_fp8 else gemm(0, x, to)
 
     with tuning() if tuned else nullcontext():
         if tuned:

@@ -6,13 +6,9 @@ patches are a token each.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch.nn.functional as F
-from torch import Tensor
-
 from actors.families.clip.tower import LAST_NORM, NAMES, PATCHES
-from actors.models.layers.block import Style, layer_norm
+from actors.models.layers.block import Style
+from actors.models.layers.patches import Merger
 from actors.models.layers.weights import Dimensions, Weights, affine, expected_blocks
 from actors.models.packed import PackedParts, PackedTower
 from actors.models.tower import Family
@@ -38,13 +34,10 @@ def family(spec: ModelSpec) -> Family[PackedParts]:
 def parts(spec: ModelSpec, weights: Weights) -> PackedParts:
     tower, epsilon = Dimensions.read(spec), float(spec.vision["layer_norm_eps"])
     last, up, down = (weights.affine(name) for name in (LAST_NORM, *PROJECTOR))
-
-    def head(x: Tensor, tapped: Sequence[Tensor]) -> Tensor:
-        return down.linear(F.gelu(up.linear(layer_norm(x, last, epsilon))))
-
+    projector = Merger(last, up, down, epsilon=epsilon)
     return PackedParts(
         embedding=weights.embedding(PATCHES, spec),
         layers=weights.blocks(NAMES, tower.depth),
         style=Style(tower.heads, "gelu_tanh", epsilon),
-        head=head,
+        head=lambda x, tapped: projector(x),
     )

@@ -49,6 +49,7 @@ class Fp8Matrix:
         return self.values.float() / self.scales
 
     def view(self, rows: int, columns: int) -> Fp8Matrix:
+        assert len(self.scales) == 1, "This is a bug."
         return Fp8Matrix(self.values.view(rows, columns), self.scales)
 
 

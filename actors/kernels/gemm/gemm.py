@@ -105,7 +105,7 @@ class Gemm:
         self._run(layer, x, made, given.dtype)
         return made
 
-    def quantised(self, layer: int, x: Fp8Matrix, scales: Tensor) -> Fp8Matrix:
+    def to_fp8(self, layer: int, x: Fp8Matrix, scales: Tensor) -> Fp8Matrix:
         """Like __call__, with the result in FP8, too. `scales`: [1]. Not with the epilogue
         "add"."""
         weight = self.weights[layer]

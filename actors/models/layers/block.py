@@ -88,7 +88,7 @@ class Affine:
     """The checkpoint's name of the layer, or of the first of those that are fused here."""
     fp8: bool = False
     """Whether the layer runs in FP8: the weight and x, but not the bias."""
-    largest: Tensor | None = None
+    input_bound: Tensor | None = None
     """The bound of the absolute values of x: a scalar, or one number per column. Only FP8 needs it;
     see `bounded`."""
 
@@ -102,8 +102,8 @@ class Affine:
         return self.linear(x)
 
     def in_fp8(self, x: Tensor) -> Tensor:
-        assert self.largest is not None, "This is a bug."
-        return fp8.linear(x, self.weight, self.bias, self.largest)
+        assert self.input_bound is not None, "This is a bug."
+        return fp8.linear(x, self.weight, self.bias, self.input_bound)
 
     def operations(self, x: Tensor) -> int:
         return len(x) * self.weight.numel()
@@ -161,13 +161,13 @@ def bounded(norm: Affine, up: Affine, down: Affine) -> tuple[Affine, Affine]:
     largest = (
         largest.amax() if len(largest) == down.weight.shape[1] else largest.view(2, -1).prod(0)
     )
-    return replace(up, largest=fp8.largest_normed(*gain)), replace(down, largest=largest)
+    return replace(up, input_bound=fp8.largest_normed(*gain)), replace(down, input_bound=largest)
 
 
 def bounded_block(layer: BlockWeights) -> BlockWeights:
     """The layer with bounds of the inputs of its linear layers that can run in FP8. For styles with
     a fast form."""
-    qkv = replace(layer.qkv, largest=fp8.largest_normed(layer.norm1.weight, layer.norm1.bias))
+    qkv = replace(layer.qkv, input_bound=fp8.largest_normed(layer.norm1.weight, layer.norm1.bias))
     up, down = bounded(layer.norm2, layer.up, layer.down)
     return replace(layer, qkv=qkv, up=up, down=down)
 

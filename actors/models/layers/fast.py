@@ -29,7 +29,7 @@ from actors.kernels.attention import Attention, Values
 from actors.kernels.attention_fp8 import rotate_given
 from actors.kernels.break_points import between
 from actors.kernels.gemm.cublaslt import Epilogue
-from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Weight, Matrix
+from actors.kernels.gemm.fp8 import Fp8Weight, Matrix
 from actors.kernels.gemm.gemm import Gemm
 from actors.kernels.triton.elementwise import activated, norm, shifted
 from actors.models.layers.block import (
@@ -158,11 +158,12 @@ class Mlp:
         """See Gemm. `rows`: those that decide whether FP8 is used."""
         scales = self.down.scales(layer, rows)
         if self.up_gelu is None or (scales is not None and isinstance(x, Tensor)):
+            # No GEMM with inputs in 16 bits has results in FP8.
             made = activated(self.up(layer, x), self.activation, scales)
-        elif scales is not None and isinstance(x, Fp8Matrix):
-            made = self.up_gelu.quantised(layer, x, scales)
-        else:
+        elif scales is None or isinstance(x, Tensor):
             made = self.up_gelu(layer, x)
+        else:
+            made = self.up_gelu.to_fp8(layer, x, scales)
         return self.down(layer, made, out)
 
 
@@ -176,16 +177,16 @@ def gemm(
 
 
 def in_fp8(layer: Affine) -> Fp8Weight:
-    assert layer.largest is not None, "This is a bug."
-    return Fp8Weight.of(layer.weight, layer.largest)
+    assert layer.input_bound is not None, "This is a bug."
+    return Fp8Weight.of(layer.weight, layer.input_bound)
 
 
 def padded_inputs(linear: Affine, columns: int) -> Affine:
     """Appends columns of zeros to the weight, for inputs that are zero."""
-    largest = linear.largest
-    if largest is not None and largest.dim():
-        largest = F.pad(largest, (0, columns))
-    return replace(linear, weight=F.pad(linear.weight, (0, columns)), largest=largest)
+    bound = linear.input_bound
+    if bound is not None and bound.dim():
+        bound = F.pad(bound, (0, columns))
+    return replace(linear, weight=F.pad(linear.weight, (0, columns)), input_bound=bound)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:

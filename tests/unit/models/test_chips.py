@@ -34,6 +34,7 @@ from actors.kernels.gemm import fp8
 from actors.kernels.hopper.cuda import overlaps
 from actors.kernels.triton import attention_kernel
 from actors.kernels.triton.elementwise import (
+    GATED,
     activated,
     add_positions_,
     norm,
@@ -166,8 +167,8 @@ def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path
         norm(x, torch.empty(width), by, by, 1e-6, centred=True, scales=scale)
     quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
     for activation in get_args(Activation):
-        gated = activation in ("swiglu", "swiglu_10", "geglu_tanh")
-        activated(bf16(rows, 4352), activation, torch.empty(2176) if gated else scale)
+        columns = torch.empty(2176) if activation in GATED else scale
+        activated(bf16(rows, 4352), activation, columns)
     assert len(kernels) == 9
     for kernel in kernels:
         check(kernel, chip, tmp_path)

@@ -146,7 +146,7 @@ def test_bounds_of_a_block_follow_its_own_norms() -> None:
             first, linear, linear, second, Affine(weight, torch.zeros(len(weight))), linear
         )
         made = bounded_block(layer)
-        bounds = [made.qkv.largest, made.up.largest, made.down.largest]
+        bounds = [made.qkv.input_bound, made.up.input_bound, made.down.input_bound]
         outputs = 1.15 * 20 * gate
         # In a gated MLP each neuron has its own.
         expected = outputs * 1.15 * 20 * up if len(weight) == 8 else outputs.max()
@@ -163,14 +163,14 @@ def test_no_input_exceeds_its_bound(activation: Activation, parts: int) -> None:
     norm = Affine(10 * torch.randn(24), 20 * torch.randn(24))
     up = Affine(torch.randn(40 * gates, 24 * parts), 500 * torch.randn(40 * gates))
     up, down = bounded(norm, up, Affine(torch.randn(8, 40), torch.randn(8)))
-    assert up.largest is not None
-    assert down.largest is not None
+    assert up.input_bound is not None
+    assert down.input_bound is not None
     along = (up.weight.view(-1, parts, 24) * norm.weight).view(-1, 24)
     rows = torch.cat([along, -along, torch.randn(parts * 40, 24)])
     rows = torch.nn.functional.layer_norm(rows, (24,), norm.weight, norm.bias).view(-1, 24 * parts)
-    assert rows.abs().max() <= up.largest
-    made = ACTIVATIONS[activation](up.linear(rounded(rows, scales_for(up.largest)).float()))
-    shares = made.abs().amax(0) / down.largest
+    assert rows.abs().max() <= up.input_bound
+    made = ACTIVATIONS[activation](up.linear(rounded(rows, scales_for(up.input_bound)).float()))
+    shares = made.abs().amax(0) / down.input_bound
     assert shares.max() <= 1
     assert shares.max() > {"swiglu": 0.05, "geglu_tanh": 0.05, "swiglu_10": 0}.get(activation, 0.4)
 
@@ -205,6 +205,16 @@ def test_the_emulation_can_be_captured() -> None:
     with FakeTensorMode():
         x, weight, largest = torch.randn(4, 16), torch.randn(8, 16), torch.tensor(3.0)
         assert fp8.linear(x, weight, torch.zeros(8), largest).shape == (4, 8)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_exact_gelu_stays_exact_where_it_matters(dtype: torch.dtype) -> None:
+    from actors.models.layers.fast import Mlp
+
+    linear = Affine(torch.zeros(128, 128, dtype=dtype), torch.zeros(128, dtype=dtype))
+    forms = [Mlp([linear], [linear], name, "add").up_gelu for name in ("gelu", "gelu_tanh")]
+    assert [form is None for form in forms] == [dtype == torch.float16, False]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
