@@ -38,6 +38,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Item
 from encoder_service.commands import above_zero, add_command
 from encoder_service.config import encoders, load
+from encoder_service.intake.header import read_header
 
 ROWS_ERROR = 4.5e-2
 ROWS_COSINE = 0.998
@@ -74,8 +75,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     patchifier = patchifier_of(spec)
     items = []
     for path in options.images:
+        data = path.read_bytes()
         try:
-            image = decode(path.read_bytes(), service.preprocess.alpha)
+            read_header(data)  # says more clearly than `decode` that a file is no image
+            image = decode(data, service.preprocess.alpha)
         except ServiceError as error:
             raise InvalidMedia(f"{path}: {error}") from None
         cut, patches = patchifier.patchify(image)
@@ -85,9 +88,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))
     console.print(
-        f"{len(plan.fp8)} of {len(calibration.errors)} layers run in FP8. Rows of {plan.images} "
-        f"images, compared with {spec.dtype}: relative error {plan.rows_error:.1e}, cosine "
-        f"{plan.rows_cosine:.5f}"
+        f"{len(plan.fp8)} of {len(calibration.errors)} layers run in FP8: as many as keep the rows "
+        f"of every image within {ROWS_ERROR:.1e} of those in {spec.dtype}. Together they give a "
+        f"relative error of {plan.rows_error:.1e} and a cosine of {plan.rows_cosine:.5f}"
     )
     options.out.write_text(plan.model_dump_json(indent=2) + "\n")
     console.print(f"graphs: {{precision: fp8, precision_file: {options.out}}}", highlight=False)

@@ -419,7 +419,7 @@ def test_calibrate_says_what_is_wrong_before_it_measures(
     (tmp_path / "text.jpg").write_text("no picture")
     (tmp_path / "cat.jpg").write_bytes(jpeg(64, 64))
     for image, out, message in (
-        ("text.jpg", "plan.json", "text.jpg: the image cannot be decoded"),
+        ("text.jpg", "plan.json", "text.jpg: the file is not an image"),
         ("cat.jpg", "missing/plan.json", "No such file or directory"),
     ):
         given = ["configs/tiny.yaml", str(tmp_path / image), "--out", str(tmp_path / out)]
