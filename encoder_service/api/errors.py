@@ -207,10 +207,17 @@ def error_response(problem: Fault, body: dict[str, Any] | None = None) -> Respon
     return JSONResponse(document, problem.row.status, headers)
 
 
+OPTIONAL_PATHS = {
+    "/v1/chat/completions": "this service has no language model: set `llm` in its configuration"
+}
+
+
 async def http_exception(request: Request, error: HTTPException) -> Response:
     """Handles the framework's own errors: unknown routes, methods that are not allowed."""
-    row = row_of_status(error.status_code)
-    answer = error_response(Fault(row, f"{request.method} {request.url.path}: {error.detail}"))
+    row, path, detail = row_of_status(error.status_code), request.url.path, error.detail
+    if error.status_code == 404:
+        detail = OPTIONAL_PATHS.get(path, "no such path: /docs lists those of this service")
+    answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
     answer.headers.update(error.headers or {})
     if error.status_code == 405:
         # The framework lists only the methods of the path's first route.

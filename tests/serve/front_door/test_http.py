@@ -261,7 +261,11 @@ def test_tokens(client: httpx.Client, cluster: Cluster) -> None:
 
 
 def test_routes_that_are_not_there(client: httpx.Client) -> None:
-    assert error(client.get("/v2/encode"), 404)["type"] == "not_found"
+    missing = error(client.get("/v2/encode"), 404)
+    assert missing["type"] == "not_found"
+    assert "no such path: /docs lists" in missing["message"]
+    chat = error(client.post("/v1/chat/completions", json={}), 404)
+    assert "has no language model: set `llm`" in chat["message"]
     assert error(client.get("/v1/encode"), 405)["type"] == "method_not_allowed"
 
 
