@@ -16,6 +16,9 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 Values = Mapping[str, Tensor]  # the inputs themselves
 
+GATED = ("swiglu", "swiglu_10", "geglu_tanh")
+"""The activations that multiply one half of a row by the activation of the other."""
+
 
 def checked(result: tuple[Any, ...]) -> tuple[Any, ...]:
     """The values that a `cuda.bindings` call returned. Raises RuntimeError if its status is not

@@ -27,7 +27,7 @@ class PrecisionPlan(Options):
     """
 
     version: int = 1
-    """Must be VERSION."""
+    """Must be VERSION. The first plans have none."""
     model: str
     weights: str
     """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the

@@ -14,10 +14,8 @@ from typing import Any
 import grpc
 from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
-from starlette.routing import Match
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from actors import errors
@@ -205,23 +203,3 @@ def error_response(problem: Fault, body: dict[str, Any] | None = None) -> Respon
         headers["www-authenticate"] = "Bearer"
     document = {"error": problem.document()} if body is None else body
     return JSONResponse(document, problem.row.status, headers)
-
-
-OPTIONAL_PATHS = {
-    "/v1/chat/completions": "this service has no language model: set `llm` in its configuration"
-}
-
-
-async def http_exception(request: Request, error: HTTPException) -> Response:
-    """Handles the framework's own errors: unknown routes, methods that are not allowed."""
-    row, path, detail = row_of_status(error.status_code), request.url.path, error.detail
-    if error.status_code == 404:
-        detail = OPTIONAL_PATHS.get(path, "no such path: /docs lists those of this service")
-    answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
-    answer.headers.update(error.headers or {})
-    if error.status_code == 405:
-        # The framework lists only the methods of the path's first route.
-        routes = (one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE)
-        allowed = {method for one in routes for method in getattr(one, "methods", None) or ()}
-        answer.headers["allow"] = ", ".join(sorted(allowed))
-    return answer

@@ -15,11 +15,12 @@ from fastapi.responses import HTMLResponse
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
+from starlette.routing import Match
 from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
 from encoder_service.api import schema
-from encoder_service.api.errors import Envelope, http_exception
+from encoder_service.api.errors import Envelope, Fault, error_response, row_of_status
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, Take, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
@@ -42,6 +43,23 @@ COUNTED = {
 """The paths that the metrics count, with the `api` label of each."""
 PLAN_FORMATS = (JSON, MSGPACK)
 GZIP_LEVEL = 1  # base64 shrinks by a quarter at any level
+
+
+async def http_exception(request: Request, error: HTTPException) -> Response:
+    """Handles the framework's own errors: unknown routes, methods that are not allowed."""
+    row, path, detail = row_of_status(error.status_code), request.url.path, error.detail
+    if error.status_code == 404:
+        detail = "no such path: /docs lists those of this service"
+        if path == CHAT_PATH:
+            detail = "this service has no language model: set `llm` in its configuration"
+    answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
+    answer.headers.update(error.headers or {})
+    if error.status_code == 405:
+        # The framework lists only the methods of the path's first route.
+        routes = (one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE)
+        allowed = {method for one in routes for method in getattr(one, "methods", None) or ()}
+        answer.headers["allow"] = ", ".join(sorted(allowed))
+    return answer
 
 
 def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAPI:

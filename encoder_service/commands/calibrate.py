@@ -88,9 +88,10 @@ def run(options: argparse.Namespace, console: Console) -> int:
     plan = calibration.plan(options.bound)
     console.print(table(calibration.errors, plan))
     console.print(
-        f"{len(plan.fp8)} of {len(calibration.errors)} layers run in FP8: as many as keep the rows "
-        f"of every image within {ROWS_ERROR:.1e} of those in {spec.dtype}. Together they give a "
-        f"relative error of {plan.rows_error:.1e} and a cosine of {plan.rows_cosine:.5f}"
+        f"{len(plan.fp8)} of {len(calibration.errors)} layers run in FP8. Together they change the "
+        f"rows of an image by a relative error of at most {plan.rows_error:.1e} (the limit is "
+        f"{ROWS_ERROR:.1e}) from those in {spec.dtype}, with a cosine of at least "
+        f"{plan.rows_cosine:.5f}"
     )
     options.out.write_text(plan.model_dump_json(indent=2) + "\n")
     console.print(f"graphs: {{precision: fp8, precision_file: {options.out}}}", highlight=False)

@@ -17,7 +17,7 @@ from actors.models.load import build, form_of_blocks, tensors
 from actors.models.packed import PackedTower
 from actors.options import BlockChoice, BlockForm, ModelOptions
 from actors.spec.model_spec import ModelSpec
-from actors.types import Item
+from actors.types import Item, ModelDtype
 from tests.gpu.test_graphs import items_within
 from tests.gpu.test_tiled_graphs import poison
 from tests.gpu.towers import cuda, finished, published, relative_error, shallow
@@ -52,22 +52,38 @@ def _forget_compilations() -> Iterator[None]:
     torch.compiler.reset()
 
 
-SOME = {
-    "qwen3vl-2b": ("mlp.linear_fc1", "mlp.linear_fc2", "merger.linear_fc1", "merger.linear_fc2"),
-    "qwen25vl-7b": ("mlp.gate_proj", "mlp.down_proj", "merger.mlp.0", "merger.mlp.2"),  # gated
+MLPS = {"qwen3vl-2b": ("linear_fc1", "linear_fc2"), "qwen25vl-7b": ("gate_proj", "down_proj")}
+"""The second is gated."""
+MERGERS = {
+    "qwen3vl-2b": {
+        "merger.linear_fc1",
+        "merger.linear_fc2",
+        "deepstack_merger_list.0.linear_fc1",
+    },
+    "qwen25vl-7b": {"merger.mlp.0", "merger.mlp.2"},
 }
 
 
-def some_layers(preset: str) -> frozenset[str]:
-    up, down, *merger = SOME[preset]
+def some_blocks(preset: str) -> set[str]:
+    up, down = (f"mlp.{name}" for name in MLPS[preset])
     whole = {f"blocks.{block}.{name}" for block in (0, 2) for name in ("attn.qkv", up, down)}
-    return frozenset(whole | {f"blocks.1.{up}", f"blocks.3.{down}", *merger})
+    return whole | {f"blocks.1.{up}", f"blocks.3.{down}"}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler, which is reset
-@pytest.mark.parametrize("preset", SOME)
-def test_fp8_is_captured_and_equals_its_emulation(preset: str, device: Device) -> None:
-    model, fp8 = shallow(preset), some_layers(preset)
+@pytest.mark.parametrize(
+    ("preset", "dtype", "fp8"),
+    [
+        # With both, the roundings of bfloat16 alone come near the limit.
+        *((preset, "float16", some_blocks(preset) | MERGERS[preset]) for preset in MLPS),
+        *((preset, "bfloat16", some_blocks(preset)) for preset in MLPS),
+        ("qwen25vl-7b", "bfloat16", MERGERS["qwen25vl-7b"]),
+    ],
+)
+def test_fp8_is_captured_and_equals_its_emulation(
+    preset: str, dtype: ModelDtype, fp8: set[str], device: Device
+) -> None:
+    model = replace(shallow(preset), dtype=dtype)
     weights = tensors(ModelOptions(id=model.id, load_format="dummy"), model, device.device)
     tower = build(model, weights, device.device, fp8=fp8)
     emulated = build(replace(model, dtype="float32"), weights, device.device, fp8=fp8)
@@ -85,11 +101,11 @@ def test_fp8_is_captured_and_equals_its_emulation(preset: str, device: Device) -
             return
         off = relative_error(expected, before)
         assert 1e-2 < off < 1e-1, patches
-        # Values that are rounded to the other side change it by a part of its own error. What FP8
-        # changes is about the same nevertheless, and would not be if the two had nothing in common.
-        assert relative_error(rows, expected) < 1.1 * off, patches
+        # Values that are rounded to the other side change it by a part of its own error.
+        assert relative_error(rows, expected) < 0.9 * off, patches
+        # Without FP8 the rows would change in other directions.
         change, wanted = rows.float() - before, expected - before
-        assert 0.3 < float((change * wanted).sum() / wanted.square().sum()) < 1.5, patches
+        assert 0.4 < float((change * wanted).sum() / wanted.square().sum()) < 1.4, patches
 
     for budget in (*BUDGETS, *reversed(BUDGETS)):
         poison(graphs)

@@ -45,9 +45,6 @@ class Fp8Matrix:
     def __len__(self) -> int:
         return len(self.values)
 
-    def float(self) -> Tensor:
-        return self.values.float() / self.scales
-
     def view(self, rows: int, columns: int) -> Fp8Matrix:
         assert len(self.scales) == 1, "This is a bug."
         return Fp8Matrix(self.values.view(rows, columns), self.scales)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import cuda
 
+from actors.kernels import GATED
 from actors.kernels.gemm import fp8
 from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Rows, Matrix, values
 from actors.kernels.hopper.cuda import overlaps
@@ -23,7 +24,6 @@ NORM_ROWS = 2048
 """Norms of up to this many rows are fastest with four rows per program, others with one (H200)."""
 SHIFT_ROWS = 4
 FEWEST_REST = 16
-GATED = ("swiglu", "swiglu_10", "geglu_tanh")
 
 LARGEST, TINY = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.TINY)
 

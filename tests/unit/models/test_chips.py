@@ -30,11 +30,11 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from actors.kernels import GATED
 from actors.kernels.gemm import fp8
 from actors.kernels.hopper.cuda import overlaps
 from actors.kernels.triton import attention_kernel
 from actors.kernels.triton.elementwise import (
-    GATED,
     activated,
     add_positions_,
     norm,
