@@ -159,7 +159,8 @@ class RouterBackend:
         status = await self.router.status()
         if not status.replicas:
             raise Unavailable(
-                "no encoder is ready yet: encoders are loading weights and capturing graphs"
+                "no encoder is ready yet: encoders are loading weights and capturing graphs, or fail "
+                "to start, which `serve status` shows"
             )
         return len(status.replicas)
 

@@ -302,8 +302,9 @@ def losses(application: Mapping[str, Any], which: str, deployment: str) -> str:
 
 
 def missing(service: ServiceOptions) -> Iterator[str]:
-    """Warns about packages that are not installed here, although this need not be a node of the
-    cluster; options without effect; and settings that a checkpoint lacks."""
+    """Warns about packages and files that are missing here, although this need not be a node of the
+    cluster; options without effect; and settings that a checkpoint lacks. Raises ConfigError for a
+    file that is here but cannot be used."""
     folder = Path(service.model.id)
     if folder.is_dir() and not any((folder / name).is_file() for name in PROCESSOR_FILES):
         yield (
@@ -318,10 +319,11 @@ def missing(service: ServiceOptions) -> Iterator[str]:
             open_store(service.cache.shared)
         except ConfigError as error:
             yield f"{error}; every encoder node needs it"
-    try:
+    plan = service.graphs.precision_file
+    if plan and not Path(plan).exists():
+        yield f"graphs.precision_file {plan} is not on this machine; every encoder node needs it"
+    else:
         parse_plan(service.graphs)
-    except ConfigError as error:
-        yield f"{error}; every encoder node needs it"
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl, but the package nixl is not installed here; every encoder "

@@ -457,17 +457,21 @@ def test_calibrate_says_what_is_wrong_before_it_measures(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("content", [None, "no JSON", "{}"])
-def test_check_names_a_plan_that_cannot_be_read(content: str | None, tmp_path: Path) -> None:
+def test_check_warns_of_a_plan_elsewhere_and_refuses_one_that_cannot_be_read(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "plan.json"
-    if content is not None:
-        path.write_text(content)
     graphs = GraphOptions(precision="fp8", precision_file=str(path))
     cpu = {"device": "cpu", "num_gpus": 0}
     service = parse({"model": TINY.model_dump(), "encoder": cpu, "graphs": graphs.model_dump()})
     (warning,) = missing(service)
-    assert "graphs.precision_file cannot be read: " in warning
-    assert warning.endswith("; every encoder node needs it")
+    assert warning == (
+        f"graphs.precision_file {path} is not on this machine; every encoder node needs it"
+    )
+    for content in ("no JSON", "{}"):
+        path.write_text(content)
+        with pytest.raises(ConfigError, match=r"graphs\.precision_file cannot be read: "):
+            list(missing(service))
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
