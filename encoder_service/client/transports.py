@@ -17,6 +17,7 @@ from encoder_service.client.items import ServiceError, service_error
 from encoder_service.client.receiving import Takeover, read_embeddings
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
+from encoder_service.wire.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from encoder_service.client.grpc_transport import GrpcTransport
@@ -27,8 +28,6 @@ HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces of this size, because asyncio copies what the socket
 cannot take at once."""
-LARGEST_KEPT_BYTES = 2**25 - 2**16
-"""Size of a block of memory just below the largest that glibc keeps, 32 MiB."""
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
@@ -47,16 +46,6 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
-
-
-def keep_freed_memory() -> None:
-    """Makes glibc keep up to 64 MiB of freed memory in each of its arenas for the next response.
-
-    glibc returns freed blocks to the system if they are larger than any mapped block freed before,
-    and faulting them in again takes longer than receiving rows. So this frees a large mapped block,
-    which is never touched.
-    """
-    bytes(LARGEST_KEPT_BYTES)
 
 
 class HttpTransport:
