@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 
 import pytest
 import torch
@@ -95,11 +96,13 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(ends)]
 
-    free = sorted(steps(20))[10]
+    alone_ms = median(steps(20))
     answer = engine.submit(image)
     beside = steps(60)
     assert answer.done()
     assert torch.equal(answer.result().rows, alone)
+    free = median(beside)  # of the same run, because all steps take longer at a lower clock
+    assert free < 1.25 * alone_ms
     held = [each - free for each in beside if each > free + 0.5]
     print(f"a step {free:.1f} ms; {len(held)} held up, for at most {max(held):.1f} ms")
     assert 4 <= len(held) <= 20
