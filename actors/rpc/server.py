@@ -36,6 +36,7 @@ from actors.rpc.codec import (
     error_fields,
     from_message,
     kept_fields,
+    message_fields,
     reply_fields,
 )
 from actors.store.shared_memory import INLINE_BYTES, share
@@ -261,7 +262,7 @@ class ReplicaServer:
         def fields(reply: Reply) -> Fields:
             rows = SentRows(self._lender, call.borrower, stream.unsent)
             answered = reply_fields(reply, rows.put)
-            loans = list(map(asdict, stream.unsent))
+            loans = message_fields(stream.unsent)
             return answered | {"ticket": self._ticket(rows.shared), "loans": loans}
 
         def early(part: Reply) -> None:
