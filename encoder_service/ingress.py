@@ -162,7 +162,7 @@ class RouterBackend:
         if not status.replicas:
             raise Unavailable(
                 "no encoder is ready yet: encoders are loading weights and capturing graphs, or "
-                "failing to start, which `serve status` shows"
+                "they fail to start (see `serve status`)"
             )
         return len(status.replicas)
 

@@ -320,7 +320,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
         except ConfigError as error:
             yield f"{error}; every encoder node needs it"
     plan = service.graphs.precision_file
-    if plan and not Path(plan).exists():
+    if plan and not os.path.exists(plan):  # also if its folder may not be entered
         yield f"graphs.precision_file {plan} is not on this machine; every encoder node needs it"
     else:
         parse_plan(service.graphs)

@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from contextlib import suppress
 
 KEPT_BYTES = 2**28
 LARGEST_BLOCK_BYTES = 2**25
-"""The largest that glibc accepts. It always returns larger blocks to the system."""
+"""The largest that every glibc accepts. Larger blocks are always returned to the system."""
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables with which an operator decides this instead."""
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep up to KEPT_BYTES of freed memory in an arena for the next rows.
+    """Makes glibc keep freed memory of this process for the next rows: up to KEPT_BYTES that the
+    main thread allocated, and up to 64 MiB of each other arena.
 
     By default it returns large blocks to the system at once, and faulting them in again takes
-    longer than receiving or sending the rows in them. Other C libraries stay as they are.
+    longer than receiving or sending the rows in them. Does nothing with another C library, or if
+    the environment has one of SETTINGS.
     """
-    with suppress(AttributeError, TypeError):  # no `mallopt`; no CDLL(None), as on Windows
+    if any(name in os.environ for name in SETTINGS):
+        return
+    with suppress(AttributeError, OSError, TypeError):  # no mallopt, or no CDLL(None)
         mallopt = ctypes.CDLL(None).mallopt
-        mallopt(M_MMAP_THRESHOLD, LARGEST_BLOCK_BYTES)
-        mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        mallopt(-3, LARGEST_BLOCK_BYTES)  # M_MMAP_THRESHOLD
+        mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD

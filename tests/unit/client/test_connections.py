@@ -493,13 +493,15 @@ print(receive() - before)
 
 @pytest.mark.skipif(libc_ver()[0] != "glibc", reason="about glibc's allocator")
 def test_memory_of_a_large_response_is_used_again_for_the_next() -> None:
-    env = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
+    unset = {name: value for name, value in os.environ.items() if "MALLOC" not in name}
 
-    def faults(*url: str) -> int:
-        command = [sys.executable, "-c", FAULTS, *url]
+    def faults(*url: str, **settings: str) -> int:
+        command, env = [sys.executable, "-c", FAULTS, *url], unset | settings
         return int(subprocess.run(command, env=env, check=True, capture_output=True).stdout)
 
-    assert faults("grpc://127.0.0.1:1") < 1000 < faults()
+    url = "grpc://127.0.0.1:1"
+    assert faults(url) < 1000 < faults()
+    assert faults(url, MALLOC_TRIM_THRESHOLD_="131072") > 1000
 
 
 @pytest.mark.parametrize("url", ["http://", "http:///v1", "http://host:99999"])

@@ -472,6 +472,11 @@ def test_check_warns_of_a_plan_elsewhere_and_refuses_one_that_cannot_be_read(
         path.write_text(content)
         with pytest.raises(ConfigError, match=r"graphs\.precision_file cannot be read: "):
             list(missing(service))
+    written(tmp_path, version=1)
+    with pytest.raises(ConfigError, match="written by another version"):
+        list(missing(service))
+    written(tmp_path)
+    assert not list(missing(service))
 
 
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
