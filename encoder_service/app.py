@@ -61,6 +61,11 @@ ONE_LOOP = {
 does not stop the others, but each call then crosses threads twice on its way out and once on its
 way in."""
 
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
+"""Environment of the ingresses that makes glibc keep large freed blocks. By default it returns them
+to the system at once, and faulting them in again takes longer than copying the rows that are
+sent. In processes that are not ours, client/transports.py sets the same."""
+
 UNBOUNDED = 100_000
 """Concurrent calls per encoder, in effect unlimited because the router limits load in patches."""
 
@@ -166,7 +171,10 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         Ingress,
         name="Ingress",
         num_replicas=options.ingress.replicas,
-        ray_actor_options={"num_cpus": options.ingress.num_cpus, "runtime_env": one_loop},
+        ray_actor_options={
+            "num_cpus": options.ingress.num_cpus,
+            "runtime_env": {"env_vars": ONE_LOOP | KEPT_MEMORY},
+        },
         **front,
     ).bind(largest, spec, pooled, router, chat, llm)
 

@@ -36,7 +36,6 @@ from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Failure
 from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
-from encoder_service.wire.memory import keep_freed_memory
 from router.here import answer_here, encode_here
 from router.replicas.pinned import ask_all
 from router.replicas.serve_fleet import LOST, brief
@@ -57,7 +56,6 @@ class Ingress:
         llm: LlmSpec | None = None,
     ) -> None:
         name_requests()
-        keep_freed_memory()
         context = serve.get_replica_context()
         own = serve.get_deployment_handle(context.deployment, context.app_name)
         self.replica = context.replica_id.unique_id

@@ -46,7 +46,6 @@ class Lender:
         os.close(os.pidfd_open(os.getpid()))
         self.shared, self.handle = make_shared("rows", size_bytes)
         self._marks = self.shared.header
-        self._start = self.shared.memory.ctypes.data
         self._allocator = Allocator(size_bytes)
         self._slots = list(range(len(self._marks)))
         self._loans: dict[int, tuple[Loan, Bytes, int]] = {}
@@ -107,7 +106,7 @@ class Lender:
                     self._marks[loan.slot] = FREE
 
     def _offset(self, rows: Bytes) -> int | None:
-        offset = rows.ctypes.data - self._start
+        offset = rows.ctypes.data - self.shared.memory.ctypes.data
         inside = offset >= 0 and offset + rows.nbytes <= len(self.shared.memory)
         return offset if inside and rows.flags.c_contiguous else None
 

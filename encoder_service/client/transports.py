@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import os
 from base64 import b64encode
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies, proxy_bypass
@@ -17,7 +20,6 @@ from encoder_service.client.items import ServiceError, service_error
 from encoder_service.client.receiving import Takeover, read_embeddings
 from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
-from encoder_service.wire.memory import keep_freed_memory
 
 if TYPE_CHECKING:
     from encoder_service.client.grpc_transport import GrpcTransport
@@ -28,6 +30,11 @@ HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces of this size, because asyncio copies what the socket
 cannot take at once."""
+KEPT_BYTES = 2**28
+LARGEST_BLOCK_BYTES = 2**25
+"""The largest that every glibc accepts. Larger blocks are always returned to the system."""
+ALLOCATOR_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables by which the user has decided how glibc treats freed memory."""
 
 Transport: TypeAlias = "HttpTransport | GrpcTransport"
 
@@ -46,6 +53,22 @@ def connect(url: str, token: str | None, timeout_seconds: float) -> Transport:
     from encoder_service.client.grpc_transport import GrpcTransport
 
     return GrpcTransport(url, token, timeout_seconds)
+
+
+def keep_freed_memory() -> None:
+    """Makes glibc keep freed memory of this process for the next response: up to KEPT_BYTES of the
+    main thread's, and up to 64 MiB of each other arena.
+
+    By default glibc returns large blocks to the system at once, and faulting them in again takes
+    longer than receiving rows. Does nothing with another C library, or if the environment has one
+    of ALLOCATOR_SETTINGS.
+    """
+    if any(name in os.environ for name in ALLOCATOR_SETTINGS):
+        return
+    with suppress(AttributeError, OSError, TypeError):  # no mallopt, or no CDLL(None)
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, LARGEST_BLOCK_BYTES)  # M_MMAP_THRESHOLD
+        mallopt(-1, KEPT_BYTES)  # M_TRIM_THRESHOLD
 
 
 class HttpTransport:

@@ -468,6 +468,10 @@ def test_check_warns_of_a_plan_elsewhere_and_refuses_one_that_cannot_be_read(
     assert warning == (
         f"graphs.precision_file {path} is not on this machine; every encoder node needs it"
     )
+    path.mkdir()
+    with pytest.raises(ConfigError, match=r"graphs\.precision_file cannot be read: .*directory"):
+        list(missing(service))
+    path.rmdir()
     for content in ("no JSON", "{}"):
         path.write_text(content)
         with pytest.raises(ConfigError, match=r"graphs\.precision_file cannot be read: "):
