@@ -166,7 +166,14 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             health_check_timeout_s=own.health_check_timeout_seconds,
             graceful_shutdown_timeout_s=own.drain_timeout_seconds,
             logging_config=logs,
-        ).bind(own, own.model or options.model, llm, router, options.encoder.transport)
+        ).bind(
+            own,
+            own.model or options.model,
+            llm,
+            router,
+            options.encoder.transport,
+            options.references.max_bytes > 0,
+        )
     return serve.deployment(
         Ingress,
         name="Ingress",

@@ -38,6 +38,7 @@ from encoder_service.bench.cluster import free_ports
 from encoder_service.bench.mix import Shape, picture
 from encoder_service.client import AsyncClient, ServiceError
 from encoder_service.client.transports import unreachable
+from encoder_service.engines.vllm import CONNECTOR
 
 START_SECONDS, STOP_SECONDS, REQUEST_SECONDS = 600, 30, 120
 KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connection
@@ -51,11 +52,6 @@ SETTLED = 0.25
 """With a fixed number in flight, answers that end in this first part of the phase do not count."""
 PROMPT = "What is in these pictures? Answer in a few words."
 SEEDS_PER_REQUEST = 16
-CONNECTOR = {
-    "ec_connector": "EncoderServiceConnector",
-    "ec_role": "ec_consumer",
-    "ec_connector_module_path": "encoder_service.engines.vllm_connector",
-}
 Images = list[bytes]
 
 

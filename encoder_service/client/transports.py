@@ -252,10 +252,13 @@ def path_of(reference: str) -> str:
 
 
 def environment_proxy(url: URL) -> URL | None:
-    """The environment's proxy for a URL. Raises ValueError if it is not an HTTP proxy.
+    """The environment's proxy for a URL, none for this machine's. Raises ValueError if it is not an
+    HTTP proxy.
 
     aiohttp's own trust_env ignores all_proxy, and would send credentials from ~/.netrc.
     """
+    if url.host in ("localhost", "127.0.0.1", "::1"):
+        return None
     proxies = getproxies()
     found = proxies.get(url.scheme) or proxies.get("all")
     if not found or proxy_bypass(url.host or ""):

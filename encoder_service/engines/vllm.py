@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
     from encoder_service.client.items import Embedding
 
+CONNECTOR = {
+    "ec_connector": "EncoderServiceConnector",
+    "ec_role": "ec_consumer",
+    "ec_connector_module_path": "encoder_service.engines.vllm_connector",
+}
+"""vLLM's --ec-transfer-config, without `ec_connector_extra_config`."""
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""
 ROWS = ("internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "lighton_ocr")
@@ -50,10 +56,14 @@ def content_part(embedding: Embedding) -> dict[str, Any]:
         seconds = torch.tensor(embedding.second_per_grid_ts, dtype=torch.float64)
         content["second_per_grid_ts"] = saved(seconds)
     if embedding.reference:
-        content_id = ".".join(embedding.reference.split(".")[:2])  # equal for equal images
-        return {"type": name, name: content, "uuid": content_id}
+        return {"type": name, name: content, "uuid": content_id(embedding.reference)}
     rows = all_rows(embedding) if embedding.kept_rows else embedding.torch()
     return {"type": name, name: {name: saved(rows)} | content}
+
+
+def content_id(reference: str) -> str:
+    """The part of an id that is equal for equal items of one replica."""
+    return ".".join(reference.split(".")[:2])
 
 
 def all_rows(embedding: Embedding) -> torch.Tensor:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from contextvars import Context
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol
@@ -19,7 +20,7 @@ from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, ServiceError
+from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge
 from actors.options import ModelOptions, Transport
 from actors.store.nixl import Receiver
 from actors.telemetry.tracing import Origin
@@ -36,6 +37,9 @@ from router.replicas.serve_fleet import LOST, brief
 
 log = logging.getLogger("ray.serve")
 
+BY_VALUE_SECONDS = 10.0
+"""How long rows are taken by value after ids have failed, so that encoders without room for kept
+rows do not encode everything twice."""
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
@@ -79,21 +83,32 @@ class Embedder:
         """`reader` reads rows from the encoders' devices, if the encoders leave them there."""
         self.reader = reader
         self.router = by_reference(router, "encode")
+        self.releases = router.options(method_name="release")
+        self.releasing: set[asyncio.Task[None]] = set()
+        self.by_value_until = 0.0
         self.dtype: Dtype = dtype
 
     async def encode(
-        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
     ) -> list[Embedding]:
         """Returns embeddings in the order of `media`, with their data in this process.
 
-        Raises AtItem for the first item that failed, ServiceError for the request as a whole.
+        With `keep`, encoders keep the rows and embeddings have ids instead, which `release` ends,
+        unless ids have just failed. Raises AtItem for the first item that failed, ServiceError for
+        the request as a whole.
         """
         if not media:
             return []
+        keep = keep and monotonic() >= self.by_value_until
         found: list[Embedding] = []
-        call = partial(self._call, origin)
+        call = partial(self._call, origin, keep)
         work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
-        for index, answer in enumerate(await deadline.keep(work)):
+        answers = await deadline.keep(work)
+        if keep and any(isinstance(one, Overloaded | TooLarge) for one in answers):  # of kept rows
+            self.ids_failed()
+            self.release([one for one in answers if isinstance(one, Embedding)])
+            return await self.encode(media, deadline, origin)
+        for index, answer in enumerate(answers):
             if isinstance(answer, EmbeddingLost):
                 raise answer  # not the item's fault
             if isinstance(answer, ServiceError):
@@ -101,13 +116,32 @@ class Embedder:
             found.append(answer)
         return found
 
+    def ids_failed(self) -> None:
+        self.by_value_until = monotonic() + BY_VALUE_SECONDS
+
+    def release(self, embeddings: Sequence[Embedding]) -> None:
+        """Lets the encoders forget kept rows. Does not wait for it."""
+        loop = asyncio.get_running_loop()
+        for one in embeddings:
+            if one.reference:
+                # In an empty context, because Serve ends the calls of a request with the request.
+                work = loop.create_task(self._release(one.reference), context=Context())
+                self.releasing.add(work)
+                work.add_done_callback(self.releasing.discard)
+
+    async def _release(self, reference: str) -> None:
+        try:
+            await self.releases.remote(reference)
+        except (*LOST, RayTaskError, ServiceError) as error:
+            log.debug("an embedding was not released, and will expire: %s", error)
+
     async def _call(
-        self, origin: Origin, media: list[Media], dtype: Dtype, timeout_seconds: float
+        self, origin: Origin, keep: bool, media: list[Media], dtype: Dtype, timeout_seconds: float
     ) -> list[Answer]:
         """One attempt. encode_here retries items that are lost with their router."""
         try:
             answers: list[Answer] = await self.router.remote(
-                media, dtype, timeout_seconds, origin=origin
+                media, dtype, timeout_seconds, origin=origin, keep=keep
             )
         except LOST as error:
             lost = f"the router was lost ({brief(error)}): send the request again"
@@ -122,12 +156,16 @@ class Embedder:
 class ChatEngine(Protocol):
     """Generates completions: model.TransformersEngine or vllm_engine.VllmEngine."""
 
+    by_id: bool
+    """Whether it can read kept rows itself, by their ids."""
+
     def generate(
         self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
     ) -> AsyncGenerator[ChatEvent]:
         """Yields the text as it is generated, then Finish. Closing it ends the generation.
 
-        embeddings: those of the prompt's images and videos, in order, their data in this process.
+        embeddings: those of the prompt's images and videos, in order, their data in this process,
+        or with ids if the engine is `by_id`. Raises EmbeddingLost if it cannot read one by its id.
         """
 
     def metrics(self) -> str:
@@ -140,12 +178,16 @@ class ChatEngine(Protocol):
         """Stops the engine's threads and processes."""
 
 
-def start(options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any) -> ChatEngine:
+def start(
+    options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any, router: DeploymentHandle
+) -> ChatEngine:
     """Loads the language model. Raises StartError."""
     if options.engine == "vllm":
+        from encoder_service.llm.places import PlaceServer
         from encoder_service.llm.vllm_engine import VllmEngine
 
-        return VllmEngine(options, own, spec)
+        places = PlaceServer(router.options(method_name="rows_place").remote)
+        return VllmEngine(options, own, spec, places)
     from encoder_service.llm.model import TransformersEngine
 
     return TransformersEngine(options, own, spec, tokenizer)
@@ -159,18 +201,20 @@ class Chat:
         spec: LlmSpec,
         router: DeploymentHandle,
         transport: Transport,
+        keeps: bool,
     ) -> None:
-        """`transport`: how the encoders hand over embeddings."""
+        """`transport`: how the encoders hand over embeddings. `keeps`: whether they keep rows."""
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
         # vLLM's processes own the device; this process has none.
-        device = "cpu" if options.engine == "vllm" else options.device
-        reader = Receiver(device) if transport == "nixl" else None
+        own_device = options.engine != "vllm"
+        reader = Receiver(options.device) if transport == "nixl" and own_device else None
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
         self.tokenizer = load_tokenizer(own)
-        self.engine = start(options, own, spec, self.tokenizer)
+        self.engine = start(options, own, spec, self.tokenizer, router)
+        self.keep = keeps and self.engine.by_id
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
@@ -202,7 +246,7 @@ class Chat:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
         seen = [place(one, self.spec.video) for one in call.media]
         most = call.sampling.max_tokens or self.options.default_max_tokens
-        encoding = asyncio.ensure_future(self._encode(call, deadline))
+        encoding = asyncio.ensure_future(self._encode(call, deadline, keep=self.keep))
         # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -212,15 +256,35 @@ class Chat:
             embeddings = await encoding
         finally:
             encoding.cancel()  # if the prompt was rejected, its items need no encoding
+        while True:
+            begun = False
+            try:
+                async with aclosing(self._generate(call, deadline, made, embeddings)) as events:
+                    async for event in events:
+                        begun = True
+                        yield event
+                return
+            except EmbeddingLost as error:
+                if begun or not any(one.reference for one in embeddings):
+                    raise
+                log.warning("rows are taken by value for %g s: %s", BY_VALUE_SECONDS, error)
+                self.embedder.ids_failed()
+            finally:
+                self.embedder.release(embeddings)
+            embeddings = await self._encode(call, deadline, keep=False)
+
+    async def _generate(
+        self, call: ChatCall, deadline: Deadline, made: Prompt, embeddings: list[Embedding]
+    ) -> AsyncGenerator[ChatEvent]:
         async with aclosing(self.engine.generate(call, made, embeddings)) as events:
             event: ChatEvent | None = None
             while not isinstance(event, Finish):
                 event = await deadline.keep(anext(events))
                 yield event
 
-    async def _encode(self, call: ChatCall, deadline: Deadline) -> list[Embedding]:
+    async def _encode(self, call: ChatCall, deadline: Deadline, *, keep: bool) -> list[Embedding]:
         started = monotonic()
-        found = await self.embedder.encode(call.media, deadline, call.origin)
+        found = await self.embedder.encode(call.media, deadline, call.origin, keep=keep)
         if call.media:
             self.series.encode_seconds.observe(monotonic() - started)
         return found

@@ -161,6 +161,7 @@ class ChatService:
             timeout_seconds=self.options.timeout_seconds,
             origin=ORIGIN.get(),
             stream=parsed.request.stream,
+            counted=parsed.request.counted,
         )
 
     async def ready_replicas(self) -> int:
@@ -341,12 +342,13 @@ async def written(
         yield answers.chunk(index, {"role": "assistant", "content": ""})
     try:
         while not isinstance(event, Finish):
-            yield answers.chunk(event.index, {"content": event.text}, event.logprobs)
+            delta = {"content": event.text}
+            yield answers.chunk(event.index, delta, event.logprobs, used=event.usage)
             event = await anext(rest)
         for index, reason in enumerate(event.reasons):
             yield answers.chunk(index, {}, reason=reason)
         if request.stream_options and request.stream_options.include_usage:
-            yield answers.usage_chunk(event)
+            yield answers.usage_chunk(event.usage)
     except Exception as problem:
         found = fault(problem, exchange.request_id)
         exchange.failed(found.row.type, found.message)
@@ -373,7 +375,7 @@ class Answers:
             choice: Document = {"index": index, "message": {"role": "assistant", "content": text}}
             choice |= likelihood([token for piece in own for token in piece.logprobs])
             choices.append(choice | {"finish_reason": reason})
-        more = {"object": "chat.completion", "choices": choices, "usage": usage(finish)}
+        more = {"object": "chat.completion", "choices": choices, "usage": usage(*finish.usage)}
         return self.head | more
 
     def chunk(
@@ -382,13 +384,15 @@ class Answers:
         delta: Document,
         logprobs: Sequence[Document] = (),
         reason: Reason | None = None,
+        used: tuple[int, int] | None = None,
     ) -> bytes:
         choice = {"index": index, "delta": delta} | likelihood(logprobs)
-        return self._chunk(choices=[choice | {"finish_reason": reason}])
+        more = {"usage": usage(*used)} if used else {}
+        return self._chunk(choices=[choice | {"finish_reason": reason}], **more)
 
-    def usage_chunk(self, finish: Finish) -> bytes:
+    def usage_chunk(self, used: tuple[int, int]) -> bytes:
         """The last event before DONE, if `include_usage` is set."""
-        return self._chunk(choices=[], usage=usage(finish))
+        return self._chunk(choices=[], usage=usage(*used))
 
     def _chunk(self, **more: Any) -> bytes:
         return sent(self.head | {"object": "chat.completion.chunk"} | more)
@@ -399,12 +403,12 @@ def likelihood(tokens: Sequence[Document]) -> Document:
     return {"logprobs": {"content": list(tokens)}} if tokens else {}
 
 
-def usage(finish: Finish) -> Document:
+def usage(prompt_tokens: int, completion_tokens: int) -> Document:
     """Token counts. An image or video counts one token per row of its embedding."""
     return {
-        "prompt_tokens": finish.prompt_tokens,
-        "completion_tokens": finish.completion_tokens,
-        "total_tokens": finish.prompt_tokens + finish.completion_tokens,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

@@ -189,6 +189,8 @@ class Cancelled(Exception):
 class TransformersEngine:
     """A chat.ChatEngine with a single thread, which owns the device."""
 
+    by_id = False
+
     def __init__(
         self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any
     ) -> None:

@@ -162,6 +162,8 @@ class ChatCall:
     origin: Origin = NOBODY
     stream: bool = True
     """False: no piece is sent before the completion has ended."""
+    counted: bool = False
+    """Whether pieces have their `usage`. Then tokens without text are pieces, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,8 @@ class Piece:
     """Which of the `n` completions."""
     logprobs: tuple[Document, ...] = ()
     """Those of its tokens, in OpenAI's form, if the request asks for them."""
+    usage: tuple[int, int] | None = None
+    """Tokens of the prompt and of the completion so far, if the request asks for them."""
 
 
 Reason = Literal["stop", "length"]
@@ -186,6 +190,10 @@ class Finish:
     """Includes the tokens of images and videos."""
     completion_tokens: int
     """Total over all completions."""
+
+    @property
+    def usage(self) -> tuple[int, int]:
+        return self.prompt_tokens, self.completion_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +290,11 @@ class StreamOptions(StrictModel):
     include_usage: bool = False
 
 
+class VllmStreamOptions(StreamOptions):
+    continuous_usage_stats: bool = False
+    """With include_usage: every event has a `usage`, and tokens without text are events, too."""
+
+
 class Only:
     """Annotates a parameter for which only `accepted` values, which change nothing, are allowed."""
 
@@ -343,6 +356,11 @@ class ChatRequest(SamplingParams):
             raise ValueError("stream_options: only with stream: true")
         return self
 
+    @property
+    def counted(self) -> bool:
+        """Whether every event of the stream has a `usage`."""
+        return False
+
     def sampling(self) -> SamplingParams:
         chosen = {name: getattr(self, name) for name in self.params.model_fields}
         chosen["max_tokens"] = self.max_completion_tokens or self.max_tokens
@@ -364,6 +382,12 @@ class VllmRequest(VllmParams, ChatRequest):
     """The body of POST /v1/chat/completions, with `llm.engine: vllm`."""
 
     params: ClassVar[type[SamplingParams]] = VllmParams
+    stream_options: VllmStreamOptions | None = None
+
+    @property
+    def counted(self) -> bool:
+        options = self.stream_options
+        return bool(options and options.include_usage and options.continuous_usage_stats)
 
 
 REQUESTS: Mapping[LlmEngine, type[ChatRequest]] = {"transformers": ChatRequest, "vllm": VllmRequest}

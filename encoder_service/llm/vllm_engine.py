@@ -1,7 +1,8 @@
 """`llm.engine: vllm`: vLLM's AsyncLLM with our embeddings. It batches completions continuously.
 
-vLLM gets tokens with a placeholder for every row, and the rows, so neither its processor nor its
-vision tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
+vLLM gets tokens with a placeholder for every row, and the ids of the embeddings, whose rows its EC
+connector (engines/vllm_connector.py) copies from the encoders, or the rows themselves. Neither its
+processor nor its vision tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
 vllm/multimodal/inputs.py.
 """
 
@@ -20,11 +21,13 @@ from typing import Any, NoReturn
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from actors.errors import ConfigError, InvalidRequest, Unavailable
+from actors.errors import ConfigError, EmbeddingLost, InvalidRequest, Unavailable
 from actors.options import ModelOptions
 from actors.store.writer import tensor
 from actors.types import Embedding, Media
 from encoder_service.config import LlmOptions
+from encoder_service.engines.vllm import CONNECTOR, content_id
+from encoder_service.llm.places import PlaceServer
 from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.schema import (
     ChatCall,
@@ -48,8 +51,11 @@ RENAMED = {"response_format", "top_logprobs"}
 """Fields of VllmParams that vLLM's SamplingParams does not have."""
 
 
-def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs. Raises ConfigError if llm.engine_args repeats one of these."""
+def engine_args(
+    options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: str
+) -> dict[str, Any]:
+    """Arguments of AsyncEngineArgs. `places`: URL of the PlaceServer. Raises ConfigError if
+    llm.engine_args repeats one of these."""
     decided: dict[str, Any] = {
         "model": own.id,
         "revision": own.revision,
@@ -64,6 +70,7 @@ def engine_args(options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> dict[s
         "limit_mm_per_prompt": {} if spec.deepstack else {"image": 0, "video": 0},
         "skip_mm_profiling": True,  # the tower never runs
         "mm_processor_cache_gb": 0,  # the encoders have a cache
+        "ec_transfer_config": CONNECTOR | {"ec_connector_extra_config": {"url": places}},
     }
     if twice := sorted(options.engine_args.keys() & decided.keys()):
         raise ConfigError(f"llm.engine_args.{twice[0]}: follows from other options; leave it out")
@@ -139,15 +146,23 @@ def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Docume
 class VllmEngine:
     """A chat.ChatEngine whose scheduler and workers are vLLM's own processes."""
 
-    def __init__(self, options: LlmOptions, own: ModelOptions, spec: LlmSpec) -> None:
+    by_id = True
+
+    def __init__(
+        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: PlaceServer
+    ) -> None:
         from vllm import AsyncEngineArgs
+        from vllm.config import ECTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        args = engine_args(options, own, spec)
+        self.places = places
+        args = engine_args(options, own, spec, places.url)
         if unknown := sorted(args.keys() - {field.name for field in fields(AsyncEngineArgs)}):
             raise ConfigError(
                 f"llm.engine_args.{unknown[0]}: no such field in vLLM's AsyncEngineArgs"
             )
+        args["ec_transfer_config"] = ECTransferConfig(**args["ec_transfer_config"])
+        os.environ["ENCODER_SERVICE_TOKEN"] = places.token  # for the connector in vLLM's process
         self.spec = spec
         self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self.defaults = self.engine.model_config.get_diff_sampling_param()
@@ -173,10 +188,13 @@ class VllmEngine:
                         if one.logprobs:
                             most = call.sampling.top_logprobs
                             tokens = likelihoods(one.token_ids, one.logprobs, most)
-                        if one.text or tokens:
-                            yield Piece(one.text, one.index, tokens)
+                        if one.text or tokens or call.counted:
+                            used = (len(made.ids), completion_tokens) if call.counted else None
+                            yield Piece(one.text, one.index, tokens, used)
                         if (reason := one.finish_reason) in REASONS:
                             reasons[one.index] = REASONS[reason]
+                        elif reason == "error" and any(one.reference for one in embeddings):
+                            raise EmbeddingLost("vLLM could not get the rows of an image")
                         elif reason:
                             raise Unavailable(
                                 f"vLLM ended the completion ({reason}): send the request again"
@@ -220,21 +238,20 @@ class VllmEngine:
         ):
             kind, placed = one.placed.kind, one.placed
             per_item = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
-            values = {
-                f"{kind}_embeds": tensor(embedding),
-                f"{kind}_grid_thw": torch.tensor([placed.grid_thw]),
-            }
+            values = {f"{kind}_grid_thw": torch.tensor([placed.grid_thw])}
             config = dict.fromkeys(values, per_item)
-            config[f"{kind}_embeds"] = MultiModalFieldConfig.flat_from_sizes(
-                kind, torch.tensor([placed.tokens])
-            )
+            name = content_id(embedding.reference) or identity(media, placed)
+            if not embedding.reference:
+                values[rows := f"{kind}_embeds"] = tensor(embedding)
+                sizes = torch.tensor([placed.tokens])
+                config[rows] = MultiModalFieldConfig.flat_from_sizes(kind, sizes)
             if kind == "video" and self.spec.video_style.timed:
                 values["second_per_grid_ts"] = torch.tensor([placed.seconds_per_group])
                 config["second_per_grid_ts"] = per_item
             items.setdefault(kind, []).extend(
                 MultiModalKwargsItems.from_hf_inputs(values, config)[kind]
             )
-            hashes.setdefault(kind, []).append(identity(media, placed))
+            hashes.setdefault(kind, []).append(name)
             mask = None if all(one.rows) else torch.tensor(one.rows)
             ranges.setdefault(kind, []).append(PlaceholderRange(one.offset, len(one.rows), mask))
         return mm_input(made.ids, MultiModalKwargsItems(items), hashes, ranges)
@@ -254,3 +271,4 @@ class VllmEngine:
 
     def close(self) -> None:
         self.engine.shutdown()
+        self.places.close()

@@ -20,9 +20,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from encoder_service import Client, Embedding
-from encoder_service.bench.answers import CONNECTOR
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
 from encoder_service.config import ServiceOptions
+from encoder_service.engines.vllm import CONNECTOR
 from tests.engines import checkpoint
 from tests.engines.servers import running, vllm
 from tests.images import jpeg

@@ -26,6 +26,7 @@ import ray
 
 from encoder_service.bench.cluster import APPLICATION, cluster, logical_cpus, service
 from encoder_service.config import ServiceOptions
+from encoder_service.llm.chat import BY_VALUE_SECONDS
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm
 from tests.engines.test_vllm import FILES, PYTHON, TOWER, answer, ask, assert_same, shown
@@ -43,6 +44,8 @@ LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": False, "top_logprobs"
 """Of an answer that takes seconds."""
 PLAIN = {"logprobs": False, "top_logprobs": 0}
 AT_ONCE = 4
+KEPT_BYTES = 400_000
+"""Of the encoder: enough for small images, but not for Qwen3-VL's rows of 512x512 pixels."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ def ours(
             "encoder": cpu | {"replicas": 1},
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
+            "references": {"max_bytes": KEPT_BYTES},
             "llm": cpu
             | {"engine": "vllm", "max_model_len": 1024, "engine_args": args}
             | {"timeout_seconds": 400, "health_check_period_seconds": 1},
@@ -109,6 +113,22 @@ def within(seconds: float, holds: Callable[[], bool]) -> None:
 def test_the_same_tokens_and_probabilities(ours: Ours, whole: str, files: str) -> None:
     parts = [shown(file) for file in FILES[files]]
     assert_same(answer(ours.url, parts, model=ours.model), answer(whole, parts))
+
+
+def test_rows_come_by_id_if_the_encoder_can_keep_them(ours: Ours) -> None:
+    def loaded() -> float:
+        return count(ours.http, "vllm:encoder_service_loaded_total")
+
+    def sent(height: int, width: int) -> bool:
+        assert ask(ours.url, [shown(jpeg(height, width))], model=ours.model).is_success
+        return loaded() > before
+
+    before, widths = loaded(), iter(range(64, 1024, 32))
+    within(BY_VALUE_SECONDS + 20, lambda: sent(64, next(widths)))
+    assert count(ours.http, "vllm:encoder_service_unix_total") > 0
+    within(10, lambda: count(ours.http, "encoder_references") == 0)  # all are released
+    before = loaded()
+    assert sent(512, 512) == (ours.family != "qwen3_vl")
 
 
 def test_images_of_one_size_are_not_taken_for_each_other(ours: Ours, whole: str) -> None:

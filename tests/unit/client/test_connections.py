@@ -18,10 +18,16 @@ from shutil import which
 import aiohttp
 import pytest
 import uvloop
+from yarl import URL
 
 from encoder_service.client import ServiceError
 from encoder_service.client.receiving import Space, Takeover
-from encoder_service.client.transports import CleanConnector, HttpTransport, connect
+from encoder_service.client.transports import (
+    CleanConnector,
+    HttpTransport,
+    connect,
+    environment_proxy,
+)
 from encoder_service.wire.formats import write_safetensors
 
 BODY = bytes(range(256)) * 12_000
@@ -561,9 +567,13 @@ def test_a_proxy_needs_no_scheme_and_no_name(proxy: str, no_proxies: pytest.Monk
     asyncio.run(run())
 
 
-def test_a_host_in_no_proxy_is_reached_directly(no_proxies: pytest.MonkeyPatch) -> None:
+def test_this_machine_and_hosts_in_no_proxy_are_reached_directly(
+    no_proxies: pytest.MonkeyPatch,
+) -> None:
     no_proxies.setenv("http_proxy", "http://127.0.0.1:1")
-    no_proxies.setenv("no_proxy", "127.0.0.1")
+    no_proxies.setenv("no_proxy", "encoder")
+    urls = ("http://encoder:8000", "http://localhost:8000", "http://[::1]:8000", "http://other")
+    assert [environment_proxy(URL(url)) is None for url in urls] == [True, True, True, False]
 
     async def run() -> None:
         async with listening(says(sized(b""))) as (address, server):

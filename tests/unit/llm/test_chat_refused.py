@@ -31,7 +31,7 @@ class Endless(Embedder):
         self.begun = self.cancelled = False
 
     async def encode(
-        self, media: Sequence[Media], deadline: Deadline, origin: Origin
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
     ) -> list[Embedding]:
         self.begun = True
         try:
@@ -50,6 +50,7 @@ def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
     chat.tokenizer = load_tokenizer(TINY)
     chat.series = ChatMetrics()
     chat.embedder = embedder = Endless()
+    chat.keep = False
     media = probe(jpeg(64, 64), "image", tower, LimitOptions())
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a" * 50}]}
 

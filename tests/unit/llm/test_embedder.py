@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Self, cast
+from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, InvalidMedia, ServiceError
+from actors.errors import (
+    EmbeddingLost,
+    InvalidMedia,
+    NotFound,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+)
 from actors.telemetry.tracing import NOBODY
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.errors import AtItem
@@ -27,18 +35,34 @@ class Routers:
     def __init__(self, *ends: RayActorError | ServiceError | None) -> None:
         self.ends = list(ends)
         self.asked: list[list[Media]] = []
+        self.kept: list[bool] = []
+        """Whether each call asked for ids."""
+        self.released: list[str] = []
 
-    def options(self, **options: Any) -> Self:
-        return self
+    def options(self, *, method_name: str, **options: Any) -> Any:
+        return self if method_name == "encode" else Releases(self.released)
 
     async def remote(
-        self, media: list[Media], dtype: Dtype, timeout_seconds: float, **more: Any
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, keep: bool, origin: Any
     ) -> list[Answer]:
         self.asked.append(media)
+        self.kept.append(keep)
         end = self.ends.pop(0)
         if isinstance(end, RayActorError):
             raise end
-        return [end if end and one is MEDIA[1] else embedding(one, "a") for one in media]
+        rows = [replace(embedding(one, "a"), reference=keep * f"a.{one.digest}.b") for one in media]
+        return [end if end and one is MEDIA[1] else rows[i] for i, one in enumerate(media)]
+
+
+class Releases:
+    """A replica that does not know any id any more."""
+
+    def __init__(self, released: list[str]) -> None:
+        self.released = released
+
+    async def remote(self, reference: str) -> None:
+        self.released.append(reference)
+        raise NotFound("it expired")
 
 
 def encode(routers: Routers) -> list[Answer]:
@@ -66,3 +90,34 @@ def test_an_item_at_fault_is_named() -> None:
     with pytest.raises(AtItem) as refused:
         encode(Routers(InvalidMedia("not an image")))
     assert refused.value.item == 1
+
+
+@pytest.mark.parametrize("full", [Overloaded("no room"), TooLarge("over references.max_bytes")])
+def test_rows_that_encoders_cannot_keep_are_taken_by_value(full: ServiceError) -> None:
+    routers = Routers(full, None, None)
+
+    async def run() -> None:
+        embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
+        for _ in range(2):  # the second asks for no ids, because they have just failed
+            answers = await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
+            assert right(MEDIA, list(answers))
+            assert not any(one.reference for one in answers)
+        await asyncio.gather(*embedder.releasing)
+
+    asyncio.run(run())
+    assert routers.kept == [True, False, False]
+    assert routers.released == [f"a.{MEDIA[0].digest}.b"]
+
+
+def test_ids_are_released_whatever_becomes_of_it() -> None:
+    routers = Routers(None)
+
+    async def run() -> None:
+        embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
+        answers = await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
+        embedder.release(answers)
+        await asyncio.gather(*embedder.releasing)
+        assert [one.reference for one in answers] == routers.released
+
+    asyncio.run(run())
+    assert routers.kept == [True]

@@ -32,6 +32,7 @@ from tests.unit.llm.test_chat_service import HELLO, PATH, Replicas, client, even
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU: dict[str, Any] = {"num_gpus": 0, "device": "cpu"}
 SCHEMA = {"type": "object"}
+URL = "http://127.0.0.1:1"
 
 
 @pytest.fixture
@@ -142,6 +143,23 @@ def test_several_completions_and_their_probabilities(monkeypatch: pytest.MonkeyP
     assert schemas["VllmRequest"]["properties"].keys() >= {"top_k", "n", "messages"}
 
 
+def test_events_count_tokens_if_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_spec, "check_vllm", lambda *_: None)
+    script = (Piece("a", usage=(5, 1)), Piece("", usage=(5, 2)), Finish(("stop",), 5, 2))
+    replicas = Replicas(script, script)
+    http = client(replicas, engine="vllm")
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = HELLO | {"stream": True, "stream_options": options}
+    streamed = events(http.post(PATH, json=body).text)
+    used = [event["usage"]["completion_tokens"] for event in streamed if "usage" in event]
+    assert used == [1, 2, 2]
+    body["stream_options"] = options | {"include_usage": False}  # as vLLM, which needs both
+    http.post(PATH, json=body)
+    assert [call.counted for call in replicas.calls] == [True, False]
+    refused = client(Replicas()).post(PATH, json=body)  # transformers
+    assert refused.json()["error"]["param"] == "stream_options.continuous_usage_stats"
+
+
 def test_an_image_is_a_span_and_a_video_has_text_between_its_rows(spec: LlmSpec) -> None:
     picture = Placed("image", (1, 4, 4), 4)
     video = Placed("video", (2, 4, 4), 8, times=(0.5, 1.5))
@@ -189,14 +207,15 @@ def test_arguments_of_the_engine(spec: LlmSpec) -> None:
     options = LlmOptions(
         engine="vllm", tensor_parallel_size=2, engine_args={"gpu_memory_utilization": 0.5}
     )
-    found = engine_args(options, TINY, spec)
+    found = engine_args(options, TINY, spec, URL)
     assert (found["tensor_parallel_size"], found["gpu_memory_utilization"]) == (2, 0.5)
+    assert found["ec_transfer_config"]["ec_connector_extra_config"] == {"url": URL}
     assert found["limit_mm_per_prompt"] == {}  # the tower stays: it has the deepstack features
-    without = engine_args(options, TINY, replace(spec, deepstack=0))
+    without = engine_args(options, TINY, replace(spec, deepstack=0), URL)
     assert without["limit_mm_per_prompt"] == {"image": 0, "video": 0}
     twice = options.model_copy(update={"engine_args": {"model": "other"}})
     with pytest.raises(ConfigError, match=r"llm.engine_args.model: follows from other options"):
-        engine_args(twice, TINY, spec)
+        engine_args(twice, TINY, spec, URL)
 
 
 def test_tensor_parallelism_reserves_gpus() -> None:
