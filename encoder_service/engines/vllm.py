@@ -22,6 +22,9 @@ CONNECTOR = {
     "ec_connector_module_path": "encoder_service.engines.vllm_connector",
 }
 """vLLM's --ec-transfer-config, without `ec_connector_extra_config`."""
+REFERENCE = "reference"
+"""Key of an item's id in UTF-8, uint8, for our connector, if vLLM knows the item by another name
+(llm/vllm_engine.py)."""
 GRIDS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 """Families for which vLLM takes rows and their grid, from which it derives positions."""
 ROWS = ("internvl", "internvl_chat", "llava", "llava_next", "llava_onevision", "lighton_ocr")

@@ -32,6 +32,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.rows.protocol import MemoryHandle
+from encoder_service.engines.vllm import REFERENCE
 from encoder_service.engines.vllm_rows import (
     TIMEOUT_SECONDS,
     FetchedRows,
@@ -54,7 +55,9 @@ PAUSED_SECONDS = 5.0
 """A replica takes rows back from a reader that is silent for this long, or longer
 (rows/server.py)."""
 LOST = "its rows were lost, so that vLLM's caches may have others in their place: send it again"
-METADATA = frozenset(("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts"))
+METADATA = frozenset(
+    ("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts", REFERENCE)
+)
 """Keys of an item that has neither rows nor pixels."""
 
 
@@ -226,8 +229,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 if (size_bytes := self.room_for(request, index)) is None:
                     here = False
                     continue
-                # With LoRA of the tower, vLLM puts the adapter's name before the id.
-                rows = the(self.source).begin(feature.mm_hash or name)
+                rows = the(self.source).begin(reference_of(feature))
                 fetch = PendingFetch(rows, size_bytes, fetch.requests if fetch else set())
                 self.fetches[name] = fetch
             fetch.requests.add(request.request_id)
@@ -371,7 +373,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         cache when it was reset. vLLM has to wait, because its step can no longer be stopped."""
         feature = request.mm_features[index]
         name = feature.identifier
-        rows = the(self.source).begin(feature.mm_hash or name)
+        rows = the(self.source).begin(reference_of(feature))
         requests = self.fetches[name].requests if name in self.fetches else set()
         self.fetches[name] = PendingFetch(rows, 0, requests | {request.request_id})
         try:
@@ -457,6 +459,14 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """Does nothing, because the service stores no embeddings but its own."""
+
+
+def reference_of(feature: Any) -> str:
+    if (given := feature.data.get(REFERENCE)) is not None:
+        return bytes(given.data.tolist()).decode()
+    # With LoRA of the tower, vLLM puts the adapter's name before the identifier.
+    name: str = feature.mm_hash or feature.identifier
+    return name
 
 
 def the(source: RowSource | None) -> RowSource:

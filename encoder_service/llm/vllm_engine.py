@@ -26,7 +26,7 @@ from actors.options import ModelOptions
 from actors.store.writer import tensor
 from actors.types import Embedding, Media
 from encoder_service.config import LlmOptions
-from encoder_service.engines.vllm import CONNECTOR, content_id
+from encoder_service.engines.vllm import CONNECTOR, REFERENCE, content_id
 from encoder_service.llm.places import PlaceServer
 from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.schema import (
@@ -118,9 +118,13 @@ def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
         yield Feature(one, offset, [kind != TEXT for kind in made.kinds[offset : own[-1] + 1]])
 
 
-def identity(media: Media, one: Placed) -> str:
-    """A hash that is equal for equal rows. vLLM's prefix cache identifies images by it."""
-    return hashlib.sha256(repr((media.identity, one.grid_thw)).encode()).hexdigest()
+def identity(media: Media, one: Placed, *, by_id: bool) -> str:
+    """A hash that is equal for equal rows. vLLM's caches identify images by it.
+
+    Rows that come by id have another one than those that come by value: the connector would take
+    an item of the same name for its own.
+    """
+    return hashlib.sha256(repr((media.identity, one.grid_thw, by_id)).encode()).hexdigest()
 
 
 def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Document, ...]:
@@ -240,8 +244,12 @@ class VllmEngine:
             per_item = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
             values = {f"{kind}_grid_thw": torch.tensor([placed.grid_thw])}
             config = dict.fromkeys(values, per_item)
-            name = content_id(embedding.reference) or identity(media, placed)
-            if not embedding.reference:
+            by_id = embedding.reference != ""
+            if by_id:
+                name = content_id(embedding.reference).encode()
+                values[REFERENCE] = torch.tensor([list(name)], dtype=torch.uint8)
+                config[REFERENCE] = per_item
+            else:
                 values[rows := f"{kind}_embeds"] = tensor(embedding)
                 sizes = torch.tensor([placed.tokens])
                 config[rows] = MultiModalFieldConfig.flat_from_sizes(kind, sizes)
@@ -251,7 +259,7 @@ class VllmEngine:
             items.setdefault(kind, []).extend(
                 MultiModalKwargsItems.from_hf_inputs(values, config)[kind]
             )
-            hashes.setdefault(kind, []).append(name)
+            hashes.setdefault(kind, []).append(identity(media, placed, by_id=by_id))
             mask = None if all(one.rows) else torch.tensor(one.rows)
             ranges.setdefault(kind, []).append(PlaceholderRange(one.offset, len(one.rows), mask))
         return mm_input(made.ids, MultiModalKwargsItems(items), hashes, ranges)

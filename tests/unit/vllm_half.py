@@ -111,16 +111,22 @@ class Request:
     keys: tuple[str, ...] = ("image_grid_thw",)
     adapter: str = ""
     """Of LoRA, with a colon."""
+    reference: str = ""
+    """The id of all items, whatever their identifiers."""
     num_output_tokens: int = 0
     skip_reading_prefix_cache: bool = False
 
     @property
     def mm_features(self) -> list[Any]:
+        data: dict[str, Any] = dict.fromkeys(self.keys)
+        if self.reference:
+            coded = torch.tensor(list(self.reference.encode()), dtype=torch.uint8)
+            data["reference"] = SimpleNamespace(data=coded)
         return [
             SimpleNamespace(
                 identifier=self.adapter + name,
                 mm_hash=name,
-                data=dict.fromkeys(self.keys),
+                data=data,
                 mm_position=SimpleNamespace(offset=i * self.tokens, length=self.tokens),
             )
             for i, name in enumerate(self.identifiers)

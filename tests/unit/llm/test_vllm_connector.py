@@ -33,6 +33,7 @@ from actors.types import Embedding as Encoded
 from encoder_service.api.http import build
 from encoder_service.client import Client, Embedding
 from encoder_service.engines import vllm_rows, vllm_stats
+from encoder_service.engines.vllm import content_id
 from encoder_service.engines.vllm_rows import RowsAt
 from router.replicas.serve_fleet import unknown
 from tests.images import jpeg
@@ -469,6 +470,15 @@ def test_an_id_that_vllm_replaced_fails_its_request_alone(
     assert scheduler.take_unavailable_requests() == {"0123abcd"}
     assert "neither mm_processor_kwargs nor media_io_kwargs" in caplog.text
     assert ended(scheduler, whole)
+
+
+def test_an_item_of_any_name_may_bring_its_id(halves: Halves, url: str) -> None:
+    scheduler, worker = halves()
+    (kept,), (rows,) = keep(url)
+    request = Request("r", ["a hash"], kept.tokens, reference=content_id(kept.reference))
+    assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(request, 0)
+    assert torch.equal(bits(step(scheduler, worker)["a hash"]), bits(rows))
 
 
 def test_an_adapter_of_the_tower_does_not_hide_the_id(halves: Halves, url: str) -> None:
