@@ -135,7 +135,10 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             ),
             logging_config=logs,
         ).bind(
-            ActorOptions(**{key: getattr(one, key) for key in ActorOptions.model_fields}),
+            ActorOptions(
+                **{key: getattr(one, key) for key in ActorOptions.model_fields}
+                | {"references": options.lasting_references}
+            ),
             name.removeprefix(POOL) if options.encoder.pools else "",
             own.tokens if own.tokens < room.tokens else None,
         )

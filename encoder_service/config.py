@@ -26,6 +26,7 @@ from actors.options import (
     DeviceOptions,
     ModelOptions,
     Options,
+    ReferenceOptions,
     updated,
     validated,
 )
@@ -203,6 +204,15 @@ class ServiceOptions(ActorOptions):
     logging: LoggingOptions = LoggingOptions()
     llm: LlmOptions | None = None
     """A language model that answers chats; None: encoders only."""
+
+    @property
+    def lasting_references(self) -> ReferenceOptions:
+        """`references` that last as long as a chat with vLLM, which reads rows again after it has
+        preempted the chat."""
+        if self.llm is None or self.llm.engine != "vllm":
+            return self.references
+        ttl_seconds = max(self.references.ttl_seconds, self.llm.timeout_seconds)
+        return self.references.model_copy(update={"ttl_seconds": ttl_seconds})
 
     @model_validator(mode="after")
     def chats_place_pruned_images(self) -> Self:

@@ -6,6 +6,7 @@ loads that replicas report.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -136,9 +137,17 @@ class Router:
         """Releases what is kept under an id. Raises NotFound, or Unavailable (retryable)."""
         await self._fleet.release(reference)
 
+    async def release_all(self, references: list[str]) -> None:
+        """As `release`, for many ids. Errors are ignored: what is not released expires."""
+        await asyncio.gather(*map(self._fleet.release, references), return_exceptions=True)
+
     def rows_place(self, reference: str) -> RowsPlace:
         """Where the rows of an id are served. Raises NotFound, or Unavailable (retryable)."""
         return self._fleet.rows_place(reference)
+
+    async def place(self, reference: str) -> RowsPlace:
+        """As `rows_place`, for handles: Serve would run that in a thread."""
+        return self.rows_place(reference)
 
     async def status(self) -> RouterStatus:
         self._dispatcher.refresh()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from contextvars import Context
 from functools import partial
@@ -22,6 +22,7 @@ from ray.serve.handle import DeploymentHandle
 
 from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge
 from actors.options import ModelOptions, Transport
+from actors.rows.protocol import RowsPlace
 from actors.store.nixl import Receiver
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Media
@@ -37,9 +38,9 @@ from router.replicas.serve_fleet import LOST, brief
 
 log = logging.getLogger("ray.serve")
 
-BY_VALUE_SECONDS = 10.0
-"""How long rows are taken by value after ids have failed, so that encoders without room for kept
-rows do not encode everything twice."""
+BY_VALUE_SECONDS = 60.0
+"""How long rows are taken by value after ids have failed, so that items are not encoded twice all
+the time. The connector avoids an encoder that it cannot reach for as long."""
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
@@ -65,6 +66,11 @@ class ChatMetrics:
             "Seconds from a request with images until all its embeddings are there, tokenisation "
             "included.",
         )
+        self.by_value = counter(
+            "by_value_total",
+            "Requests for which the language model got rows by value, although it can read them by "
+            "id.",
+        )
         self.first_token_seconds = seconds(
             "first_token_seconds",
             "Seconds from a request to the first text of its completion, queueing included.",
@@ -83,7 +89,7 @@ class Embedder:
         """`reader` reads rows from the encoders' devices, if the encoders leave them there."""
         self.reader = reader
         self.router = by_reference(router, "encode")
-        self.releases = router.options(method_name="release")
+        self.releases = router.options(method_name="release_all")
         self.releasing: set[asyncio.Task[None]] = set()
         self.by_value_until = 0.0
         self.dtype: Dtype = dtype
@@ -93,47 +99,71 @@ class Embedder:
     ) -> list[Embedding]:
         """Returns embeddings in the order of `media`, with their data in this process.
 
-        With `keep`, encoders keep the rows and embeddings have ids instead, which `release` ends,
-        unless ids have just failed. Raises AtItem for the first item that failed, ServiceError for
+        With `keep`, they have ids instead, which `release` ends, except those that encoders cannot
+        keep, and all while ids fail. Raises AtItem for the first item that failed, ServiceError for
         the request as a whole.
         """
         if not media:
             return []
         keep = keep and monotonic() >= self.by_value_until
-        found: list[Embedding] = []
-        call = partial(self._call, origin, keep)
-        work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
-        answers = await deadline.keep(work)
-        if keep and any(isinstance(one, Overloaded | TooLarge) for one in answers):  # of kept rows
-            self.ids_failed()
-            self.release([one for one in answers if isinstance(one, Embedding)])
-            return await self.encode(media, deadline, origin)
+        answers = await self._answers(media, deadline, origin, keep)
+        if keep:
+            answers = await self._by_value(media, answers, deadline, origin)
+        found = [answer for answer in answers if isinstance(answer, Embedding)]
+        if len(found) < len(media):
+            self.release(found)
         for index, answer in enumerate(answers):
             if isinstance(answer, EmbeddingLost):
                 raise answer  # not the item's fault
             if isinstance(answer, ServiceError):
                 raise AtItem(index, answer)
-            found.append(answer)
         return found
 
-    def ids_failed(self) -> None:
+    async def _answers(
+        self, media: Sequence[Media], deadline: Deadline, origin: Origin, keep: bool
+    ) -> list[Answer]:
+        call = partial(self._call, origin, keep)
+        work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
+        return await deadline.keep(work)
+
+    async def _by_value(
+        self,
+        media: Sequence[Media],
+        answers: Sequence[Answer],
+        deadline: Deadline,
+        origin: Origin,
+    ) -> list[Answer]:
+        """The answers, with the rows of items that the encoders may have had no room to keep."""
+        again = [
+            place for place, one in enumerate(answers) if isinstance(one, Overloaded | TooLarge)
+        ]
+        if not again:
+            return list(answers)
+        found = await self._answers([media[place] for place in again], deadline, origin, False)
+        if any(isinstance(one, Embedding) for one in found):
+            self.ids_failed("an encoder has no room (references.max_bytes)")
+        by_place = dict(zip(again, found, strict=True))
+        return [by_place.get(place, one) for place, one in enumerate(answers)]
+
+    def ids_failed(self, why: str) -> None:
+        log.warning("rows are taken by value for %g s: %s", BY_VALUE_SECONDS, why)
         self.by_value_until = monotonic() + BY_VALUE_SECONDS
 
     def release(self, embeddings: Sequence[Embedding]) -> None:
         """Lets the encoders forget kept rows. Does not wait for it."""
-        loop = asyncio.get_running_loop()
-        for one in embeddings:
-            if one.reference:
-                # In an empty context, because Serve ends the calls of a request with the request.
-                work = loop.create_task(self._release(one.reference), context=Context())
-                self.releasing.add(work)
-                work.add_done_callback(self.releasing.discard)
+        references = [one.reference for one in embeddings if one.reference]
+        if references:
+            # In an empty context, because Serve ends the calls of a request with the request.
+            loop = asyncio.get_running_loop()
+            work = loop.create_task(self._release(references), context=Context())
+            self.releasing.add(work)
+            work.add_done_callback(self.releasing.discard)
 
-    async def _release(self, reference: str) -> None:
+    async def _release(self, references: list[str]) -> None:
         try:
-            await self.releases.remote(reference)
-        except (*LOST, RayTaskError, ServiceError) as error:
-            log.debug("an embedding was not released, and will expire: %s", error)
+            await self.releases.remote(references)
+        except Exception as error:  # of Serve or Ray
+            log.debug("embeddings were not released, and will expire: %s", error)
 
     async def _call(
         self, origin: Origin, keep: bool, media: list[Media], dtype: Dtype, timeout_seconds: float
@@ -179,15 +209,19 @@ class ChatEngine(Protocol):
 
 
 def start(
-    options: LlmOptions, own: ModelOptions, spec: LlmSpec, tokenizer: Any, router: DeploymentHandle
+    options: LlmOptions,
+    own: ModelOptions,
+    spec: LlmSpec,
+    tokenizer: Any,
+    places: Callable[[str], Awaitable[RowsPlace]] | None,
 ) -> ChatEngine:
-    """Loads the language model. Raises StartError."""
+    """Loads the language model. `places`: Router.place, if encoders keep rows. Raises
+    StartError."""
     if options.engine == "vllm":
         from encoder_service.llm.places import PlaceServer
         from encoder_service.llm.vllm_engine import VllmEngine
 
-        places = PlaceServer(router.options(method_name="rows_place").remote)
-        return VllmEngine(options, own, spec, places)
+        return VllmEngine(options, own, spec, PlaceServer(places) if places else None)
     from encoder_service.llm.model import TransformersEngine
 
     return TransformersEngine(options, own, spec, tokenizer)
@@ -213,8 +247,8 @@ class Chat:
         self.embedder = Embedder(router, spec.dtype, reader)
         self.series = ChatMetrics()
         self.tokenizer = load_tokenizer(own)
-        self.engine = start(options, own, spec, self.tokenizer, router)
-        self.keep = keeps and self.engine.by_id
+        places = router.options(method_name="place").remote if keeps else None
+        self.engine = start(options, own, spec, self.tokenizer, places)
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
@@ -246,7 +280,7 @@ class Chat:
         deadline = Deadline(call.timeout_seconds, "ask for fewer tokens")
         seen = [place(one, self.spec.video) for one in call.media]
         most = call.sampling.max_tokens or self.options.default_max_tokens
-        encoding = asyncio.ensure_future(self._encode(call, deadline, keep=self.keep))
+        encoding = asyncio.ensure_future(self._encode(call, deadline, keep=self.engine.by_id))
         # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
@@ -254,21 +288,26 @@ class Chat:
                 prompt, call.messages, seen, most, self.spec, self.tokenizer
             )
             embeddings = await encoding
-        finally:
+        except BaseException:
             encoding.cancel()  # if the prompt was rejected, its items need no encoding
+            if encoding.done() and not encoding.cancelled() and not encoding.exception():
+                self.embedder.release(encoding.result())
+            raise
+        lost = ""
         while True:
             begun = False
             try:
                 async with aclosing(self._generate(call, deadline, made, embeddings)) as events:
                     async for event in events:
+                        if lost and not begun:
+                            self.embedder.ids_failed(lost)
                         begun = True
                         yield event
                 return
             except EmbeddingLost as error:
-                if begun or not any(one.reference for one in embeddings):
+                if begun or lost:
                     raise
-                log.warning("rows are taken by value for %g s: %s", BY_VALUE_SECONDS, error)
-                self.embedder.ids_failed()
+                lost = str(error)
             finally:
                 self.embedder.release(embeddings)
             embeddings = await self._encode(call, deadline, keep=False)
@@ -287,6 +326,8 @@ class Chat:
         found = await self.embedder.encode(call.media, deadline, call.origin, keep=keep)
         if call.media:
             self.series.encode_seconds.observe(monotonic() - started)
+        if self.engine.by_id and not all(one.reference for one in found):
+            self.series.by_value.inc()
         return found
 
     def scrape(self) -> tuple[str, str]:

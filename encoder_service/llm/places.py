@@ -6,20 +6,17 @@ replica that started vLLM, because vLLM's processes have neither Ray nor a clien
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import asdict
 from hmac import compare_digest
 from secrets import token_urlsafe
-from threading import Thread
 
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
-from starlette.routing import Route
+from aiohttp import web
 
+from actors.errors import NotFound
 from actors.rows.protocol import RowsPlace
 from encoder_service.api.http import PLACE_PATH
 
@@ -27,31 +24,35 @@ log = logging.getLogger("ray.serve")
 
 
 class PlaceServer:
-    """An HTTP server on 127.0.0.1, in a thread of its own."""
+    """An HTTP server on 127.0.0.1, in the running event loop."""
 
     def __init__(self, rows_place: Callable[[str], Awaitable[RowsPlace]]) -> None:
-        """`rows_place`: Router.rows_place of a handle."""
+        """`rows_place`: Router.place of a handle."""
         self.token = token_urlsafe()
         self._rows_place = rows_place
-        listening = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        app = Starlette(routes=[Route(PLACE_PATH, self._answer)])
-        config = uvicorn.Config(
-            app, loop="asyncio", lifespan="off", log_config=None, access_log=False
-        )
-        self._server = uvicorn.Server(config)
-        Thread(target=self._server.run, args=([listening],), name="places", daemon=True).start()
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        app = web.Application()
+        app.router.add_get(PLACE_PATH, self._answer)
+        self._runner = web.AppRunner(app, access_log=None)
+        self._starting = asyncio.get_running_loop().create_task(self._start())
 
-    async def _answer(self, request: Request) -> Response:
+    async def _start(self) -> None:
+        await self._runner.setup()
+        await web.SockSite(self._runner, self._socket).start()
+
+    async def close(self) -> None:
+        await self._starting
+        await self._runner.cleanup()
+
+    async def _answer(self, request: web.Request) -> web.Response:
         given = request.headers.get("authorization", "").encode()
         if not compare_digest(given, f"Bearer {self.token}".encode()):
-            return Response(status_code=401)
+            return web.Response(status=401)
         try:
-            place = await self._rows_place(request.path_params["reference"])
-        except Exception as error:  # of the router, or of Ray; the request fails, and is sent again
+            place = await self._rows_place(request.match_info["reference"])
+        except Exception as error:  # of the router, or of Ray
             log.warning("the rows of an id cannot be located: %s", error)
-            return PlainTextResponse(str(error), status_code=404)
-        return JSONResponse(asdict(place))
-
-    def close(self) -> None:
-        self._server.should_exit = True
+            found = isinstance(getattr(error, "cause", error), NotFound)
+            return web.Response(status=404 if found else 503, text=str(error))
+        return web.json_response(asdict(place))

@@ -292,7 +292,7 @@ class StreamOptions(StrictModel):
 
 class VllmStreamOptions(StreamOptions):
     continuous_usage_stats: bool = False
-    """With include_usage: every event has a `usage`, and tokens without text are events, too."""
+    """With include_usage: events with text have a `usage`, and tokens without text are events."""
 
 
 class Only:
@@ -358,7 +358,7 @@ class ChatRequest(SamplingParams):
 
     @property
     def counted(self) -> bool:
-        """Whether every event of the stream has a `usage`."""
+        """Whether events with text have a `usage`."""
         return False
 
     def sampling(self) -> SamplingParams:

@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, NoReturn
@@ -47,6 +47,8 @@ log = logging.getLogger("ray.serve")
 REASONS: dict[str, Reason] = {"stop": "stop", "length": "length", "repetition": "stop"}
 AT_ONCE = 2**31 - 1
 """`stream_interval`, in tokens, of a completion that is not streamed: it comes as one output."""
+TOKEN = "ENCODER_SERVICE_TOKEN"
+"""From which the connector in vLLM's process has its token."""
 RENAMED = {"response_format", "top_logprobs"}
 """Fields of VllmParams that vLLM's SamplingParams does not have."""
 
@@ -54,8 +56,8 @@ RENAMED = {"response_format", "top_logprobs"}
 def engine_args(
     options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: str
 ) -> dict[str, Any]:
-    """Arguments of AsyncEngineArgs. `places`: URL of the PlaceServer. Raises ConfigError if
-    llm.engine_args repeats one of these."""
+    """Arguments of AsyncEngineArgs. `places`: URL of the PlaceServer, if there is one. Raises
+    ConfigError if llm.engine_args repeats one of these."""
     decided: dict[str, Any] = {
         "model": own.id,
         "revision": own.revision,
@@ -70,8 +72,10 @@ def engine_args(
         "limit_mm_per_prompt": {} if spec.deepstack else {"image": 0, "video": 0},
         "skip_mm_profiling": True,  # the tower never runs
         "mm_processor_cache_gb": 0,  # the encoders have a cache
-        "ec_transfer_config": CONNECTOR | {"ec_connector_extra_config": {"url": places}},
     }
+    if places:
+        extra = {"ec_connector_extra_config": {"url": places}}
+        decided["ec_transfer_config"] = CONNECTOR | extra
     if twice := sorted(options.engine_args.keys() & decided.keys()):
         raise ConfigError(f"llm.engine_args.{twice[0]}: follows from other options; leave it out")
     return decided | options.engine_args
@@ -147,28 +151,42 @@ def likelihoods(tokens: Sequence[int], logprobs: Any, most: int) -> tuple[Docume
     return tuple(found)
 
 
+@contextmanager
+def environment(name: str, value: str) -> Iterator[None]:
+    """Processes that are started meanwhile have this variable."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 class VllmEngine:
     """A chat.ChatEngine whose scheduler and workers are vLLM's own processes."""
 
-    by_id = True
-
     def __init__(
-        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: PlaceServer
+        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: PlaceServer | None
     ) -> None:
+        """`places`: where encoders serve the rows of ids. None: rows come by value."""
         from vllm import AsyncEngineArgs
         from vllm.config import ECTransferConfig
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.places = places
-        args = engine_args(options, own, spec, places.url)
+        self.by_id = places is not None
+        args = engine_args(options, own, spec, places.url if places else "")
         if unknown := sorted(args.keys() - {field.name for field in fields(AsyncEngineArgs)}):
             raise ConfigError(
                 f"llm.engine_args.{unknown[0]}: no such field in vLLM's AsyncEngineArgs"
             )
-        args["ec_transfer_config"] = ECTransferConfig(**args["ec_transfer_config"])
-        os.environ["ENCODER_SERVICE_TOKEN"] = places.token  # for the connector in vLLM's process
+        if transfer := args.get("ec_transfer_config"):
+            args["ec_transfer_config"] = ECTransferConfig(**transfer)
         self.spec = spec
-        self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+        with environment(TOKEN, places.token if places else ""):  # for the connector
+            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self.defaults = self.engine.model_config.get_diff_sampling_param()
 
     async def generate(
@@ -187,18 +205,18 @@ class VllmEngine:
             async with aclosing(outputs):
                 async for output in outputs:
                     for one in output.outputs:
+                        if one.finish_reason == "error" and any(e.reference for e in embeddings):
+                            raise EmbeddingLost("vLLM failed, presumably for want of rows")
                         completion_tokens += len(one.token_ids)
                         tokens: tuple[Document, ...] = ()
                         if one.logprobs:
                             most = call.sampling.top_logprobs
                             tokens = likelihoods(one.token_ids, one.logprobs, most)
-                        if one.text or tokens or call.counted:
+                        if one.text or tokens or (call.counted and one.token_ids):
                             used = (len(made.ids), completion_tokens) if call.counted else None
                             yield Piece(one.text, one.index, tokens, used)
                         if (reason := one.finish_reason) in REASONS:
                             reasons[one.index] = REASONS[reason]
-                        elif reason == "error" and any(one.reference for one in embeddings):
-                            raise EmbeddingLost("vLLM could not get the rows of an image")
                         elif reason:
                             raise Unavailable(
                                 f"vLLM ended the completion ({reason}): send the request again"
@@ -279,4 +297,3 @@ class VllmEngine:
 
     def close(self) -> None:
         self.engine.shutdown()
-        self.places.close()

@@ -115,22 +115,6 @@ def test_the_same_tokens_and_probabilities(ours: Ours, whole: str, files: str) -
     assert_same(answer(ours.url, parts, model=ours.model), answer(whole, parts))
 
 
-def test_rows_come_by_id_if_the_encoder_can_keep_them(ours: Ours) -> None:
-    def loaded() -> float:
-        return count(ours.http, "vllm:encoder_service_loaded_total")
-
-    def sent(height: int, width: int) -> bool:
-        assert ask(ours.url, [shown(jpeg(height, width))], model=ours.model).is_success
-        return loaded() > before
-
-    before, widths = loaded(), iter(range(64, 1024, 32))
-    within(BY_VALUE_SECONDS + 20, lambda: sent(64, next(widths)))
-    assert count(ours.http, "vllm:encoder_service_unix_total") > 0
-    within(10, lambda: count(ours.http, "encoder_references") == 0)  # all are released
-    before = loaded()
-    assert sent(512, 512) == (ours.family != "qwen3_vl")
-
-
 def test_images_of_one_size_are_not_taken_for_each_other(ours: Ours, whole: str) -> None:
     hits = count(ours.http, "vllm:prefix_cache_hits_total")
     for name in ("astronaut.png", "chelsea.png", "astronaut.png"):
@@ -233,6 +217,26 @@ def test_who_hangs_up_frees_its_slot(ours: Ours) -> None:
     within(20, lambda: count(ours.http, "vllm:num_requests_running") == 0)
     within(20, lambda: count(ours.http, "encoder_chat_answers_total", finish="cancelled") >= 1)
     assert count(ours.http, "vllm:generation_tokens_total") < before + LONG["max_tokens"]
+
+
+def test_rows_come_by_id_if_the_encoder_can_keep_them(ours: Ours) -> None:
+    def loaded() -> float:
+        return count(ours.http, "vllm:encoder_service_loaded_total")
+
+    def sent(height: int, width: int) -> bool:
+        assert ask(ours.url, [shown(jpeg(height, width))], model=ours.model).is_success
+        return loaded() > before
+
+    before, widths = loaded(), iter(range(64, 1024, 32))
+    within(BY_VALUE_SECONDS + 20, lambda: sent(64, next(widths)))
+    assert count(ours.http, "vllm:encoder_service_unix_total") > 0
+    with begun(ours):
+        assert count(ours.http, "encoder_references") == 1
+    within(10, lambda: count(ours.http, "encoder_references") == 0)  # whoever hangs up
+    before, by_value = loaded(), count(ours.http, "encoder_chat_by_value_total")
+    large = ours.family == "qwen3_vl"
+    assert sent(512, 512) != large
+    assert count(ours.http, "encoder_chat_by_value_total") - by_value == large
 
 
 def test_an_encoder_dies(ours: Ours) -> None:

@@ -41,7 +41,7 @@ class Encoders(Embedder):
     def __init__(self) -> None:
         self.kept: list[bool] = []
         self.released: list[str] = []
-        self.failures = 0
+        self.failures: list[str] = []
 
     async def encode(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
@@ -53,8 +53,8 @@ class Encoders(Embedder):
     def release(self, embeddings: Sequence[Embedding]) -> None:
         self.released += [one.reference for one in embeddings if one.reference]
 
-    def ids_failed(self) -> None:
-        self.failures += 1
+    def ids_failed(self, why: str) -> None:
+        self.failures.append(why)
 
 
 class Engine:
@@ -74,15 +74,16 @@ class Engine:
             yield event
 
 
-def completed(engine: Engine) -> tuple[list[ChatEvent | ChatFailed], Encoders]:
+def completed(
+    engine: Engine, max_model_len: int = 2**15
+) -> tuple[list[ChatEvent | ChatFailed], Encoders]:
     tower = read(TINY)
     chat = object.__new__(Chat)  # without weights, and not on Serve
     chat.options = CPU
-    chat.spec = llm_spec.read(CPU, TINY, tower)
+    chat.spec = replace(llm_spec.read(CPU, TINY, tower), max_model_len=max_model_len)
     chat.tokenizer = load_tokenizer(TINY)
     chat.series = ChatMetrics()
     chat.embedder = encoders = Encoders()
-    chat.keep = True
     media = probe(jpeg(64, 64), "image", tower, LimitOptions())
     message = {"role": "user", "content": [{"type": "image"}]}
 
@@ -99,13 +100,14 @@ def completed(engine: Engine) -> tuple[list[ChatEvent | ChatFailed], Encoders]:
 def test_ids_are_released_after_the_last_token() -> None:
     events, encoders = completed(Engine([Piece("a"), DONE]))
     assert events == [Piece("a"), DONE]
-    assert (encoders.kept, encoders.released, encoders.failures) == ([True], ["a.b.1"], 0)
+    assert (encoders.kept, encoders.released, encoders.failures) == ([True], ["a.b.1"], [])
 
 
 def test_rows_that_the_engine_lost_are_encoded_again_and_taken_by_value() -> None:
     events, encoders = completed(Engine([EmbeddingLost("gone")], [Piece("a"), DONE]))
     assert events == [Piece("a"), DONE]
-    assert (encoders.kept, encoders.released, encoders.failures) == ([True, False], ["a.b.1"], 1)
+    assert (encoders.kept, encoders.released) == ([True, False], ["a.b.1"])
+    assert encoders.failures == ["gone"]
 
 
 @pytest.mark.parametrize(
@@ -120,3 +122,10 @@ def test_what_cannot_be_begun_again_fails(scripts: list[Script]) -> None:
     assert isinstance(last, ChatFailed)
     assert isinstance(last.error, EmbeddingLost)
     assert encoders.released == ["a.b.1"]
+    assert not encoders.failures
+
+
+def test_ids_of_a_prompt_that_is_refused_are_released() -> None:
+    (refused,), encoders = completed(Engine(), max_model_len=5)
+    assert isinstance(refused, ChatFailed)
+    assert (encoders.kept, encoders.released) == ([True], ["a.b.1"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import cast
 
 from actors.errors import InvalidRequest
 from actors.families.registry import read
@@ -15,7 +17,7 @@ from encoder_service.config import LimitOptions, LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.chat import Chat, ChatMetrics, Embedder
+from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
 from encoder_service.llm.prompt import load_tokenizer
 from encoder_service.llm.schema import ChatCall, ChatFailed, SamplingParams
 from tests.images import jpeg
@@ -50,7 +52,7 @@ def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
     chat.tokenizer = load_tokenizer(TINY)
     chat.series = ChatMetrics()
     chat.embedder = embedder = Endless()
-    chat.keep = False
+    chat.engine = cast(ChatEngine, SimpleNamespace(by_id=False, close=lambda: None))
     media = probe(jpeg(64, 64), "image", tower, LimitOptions())
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a" * 50}]}
 

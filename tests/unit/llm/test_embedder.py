@@ -13,13 +13,12 @@ from ray.serve.handle import DeploymentHandle
 from actors.errors import (
     EmbeddingLost,
     InvalidMedia,
-    NotFound,
     Overloaded,
     ServiceError,
     TooLarge,
 )
 from actors.telemetry.tracing import NOBODY
-from actors.types import Answer, Dtype, Media
+from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.intake.limits import Deadline
 from encoder_service.llm.chat import Embedder
@@ -50,19 +49,23 @@ class Routers:
         end = self.ends.pop(0)
         if isinstance(end, RayActorError):
             raise end
-        rows = [replace(embedding(one, "a"), reference=keep * f"a.{one.digest}.b") for one in media]
-        return [end if end and one is MEDIA[1] else rows[i] for i, one in enumerate(media)]
+        return [
+            end
+            if end and one is MEDIA[1]
+            else replace(embedding(one, "a"), reference=keep * f"a.{one.digest}.b")
+            for one in media
+        ]
 
 
 class Releases:
-    """A replica that does not know any id any more."""
+    """The same routers, which end just then."""
 
     def __init__(self, released: list[str]) -> None:
         self.released = released
 
-    async def remote(self, reference: str) -> None:
-        self.released.append(reference)
-        raise NotFound("it expired")
+    async def remote(self, references: list[str]) -> None:
+        self.released += references
+        raise RayActorError()
 
 
 def encode(routers: Routers) -> list[Answer]:
@@ -92,32 +95,48 @@ def test_an_item_at_fault_is_named() -> None:
     assert refused.value.item == 1
 
 
+def embedded(routers: Routers, *, times: int = 1) -> list[list[Embedding]]:
+    async def run() -> list[list[Embedding]]:
+        embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
+        try:
+            return [
+                await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True) for _ in range(times)
+            ]
+        finally:
+            await asyncio.gather(*embedder.releasing)
+
+    return asyncio.run(run())
+
+
 @pytest.mark.parametrize("full", [Overloaded("no room"), TooLarge("over references.max_bytes")])
 def test_rows_that_encoders_cannot_keep_are_taken_by_value(full: ServiceError) -> None:
     routers = Routers(full, None, None)
+    first, second = embedded(routers, times=2)  # the second asks for no ids: they have just failed
+    assert routers.asked == [MEDIA, [MEDIA[1]], MEDIA]
+    assert routers.kept == [True, False, False]
+    assert [bool(one.reference) for one in (*first, *second)] == [True, False, False, False]
+    assert not routers.released
+
+
+def test_an_item_at_fault_costs_nobody_else_their_ids() -> None:
+    routers = Routers(TooLarge("a bomb"), TooLarge("a bomb"), None)
 
     async def run() -> None:
         embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
-        for _ in range(2):  # the second asks for no ids, because they have just failed
-            answers = await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
-            assert right(MEDIA, list(answers))
-            assert not any(one.reference for one in answers)
+        with pytest.raises(AtItem):
+            await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
+        assert all(
+            one.reference for one in await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
+        )
         await asyncio.gather(*embedder.releasing)
 
     asyncio.run(run())
-    assert routers.kept == [True, False, False]
     assert routers.released == [f"a.{MEDIA[0].digest}.b"]
 
 
-def test_ids_are_released_whatever_becomes_of_it() -> None:
-    routers = Routers(None)
-
-    async def run() -> None:
-        embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
-        answers = await embedder.encode(MEDIA, Deadline(5), NOBODY, keep=True)
-        embedder.release(answers)
-        await asyncio.gather(*embedder.releasing)
-        assert [one.reference for one in answers] == routers.released
-
-    asyncio.run(run())
-    assert routers.kept == [True]
+@pytest.mark.parametrize("error", [InvalidMedia("torn"), Overloaded("busy")])
+def test_ids_of_a_request_that_fails_are_released(error: ServiceError) -> None:
+    routers = Routers(error, error)
+    with pytest.raises(AtItem):
+        embedded(routers)
+    assert routers.released == [f"a.{MEDIA[0].digest}.b"]

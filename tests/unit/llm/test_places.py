@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 
 import pytest
 
-from actors.errors import NotFound
+from actors.errors import NotFound, Unavailable
 from actors.rows.protocol import RowsPlace
 from encoder_service.client import ServiceError
 from encoder_service.client.transports import HttpTransport
@@ -17,36 +16,42 @@ PLACE = RowsPlace("/tmp/rows", "10.0.0.1:7000")
 
 
 async def rows_place(reference: str) -> RowsPlace:
-    if reference != "replica.content":
+    if reference == "gone.content":
         raise NotFound("no such replica")
+    if reference == "early.content":
+        raise Unavailable("no encoder replica is known here yet")
     return PLACE
 
 
-@pytest.fixture
-def server() -> Iterator[PlaceServer]:
-    found = PlaceServer(rows_place)
-    yield found
-    found.close()
+def asked(reference: str, token: str | None = None) -> RowsPlace:
+    """`token`: the server's own if None."""
 
-
-def asked(server: PlaceServer, token: str, reference: str) -> RowsPlace:
     async def run() -> RowsPlace:
-        transport = HttpTransport(server.url, token, 5)
+        server = PlaceServer(rows_place)
+        transport = HttpTransport(server.url, server.token if token is None else token, 5)
         try:
             return RowsPlace.read(await transport.place(reference))
         finally:
             await transport.close()
+            await server.close()
 
     return asyncio.run(run())
 
 
-def test_a_place_is_told_to_its_own_connector_alone(server: PlaceServer) -> None:
-    assert asked(server, server.token, "replica.content") == PLACE
-    for token, reference, status in (
-        (server.token, "another.content", 404),
-        ("guessed", "replica.content", 401),
-        ("", "replica.content", 401),
-    ):
-        with pytest.raises(ServiceError) as refused:
-            asked(server, token, reference)
-        assert refused.value.status == status
+def test_a_place_is_told() -> None:
+    assert asked("replica.content") == PLACE
+
+
+@pytest.mark.parametrize(
+    ("reference", "token", "status"),
+    [
+        ("gone.content", None, 404),
+        ("early.content", None, 503),
+        ("replica.content", "guessed", 401),
+        ("replica.content", "", 401),
+    ],
+)
+def test_a_place_is_not_told(reference: str, token: str | None, status: int) -> None:
+    with pytest.raises(ServiceError) as refused:
+        asked(reference, token)
+    assert refused.value.status == status

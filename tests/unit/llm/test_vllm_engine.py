@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import sys
+from collections.abc import AsyncGenerator
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from actors.errors import ConfigError
+from actors.errors import ConfigError, EmbeddingLost
 from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions, ServiceOptions, resources
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.prompt import Placed, Prompt, expand, load_tokenizer
-from encoder_service.llm.schema import Finish, InvalidKey, Piece, VllmParams, parse
+from encoder_service.llm.schema import ChatCall, Finish, InvalidKey, Piece, VllmParams, parse
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.vllm_engine import (
     AT_ONCE,
+    VllmEngine,
     engine_args,
     features,
     identity,
@@ -27,6 +31,7 @@ from encoder_service.llm.vllm_engine import (
     sampling_params,
 )
 from tests.images import jpeg
+from tests.unit.fleet import embedding, item
 from tests.unit.llm.test_chat_service import HELLO, PATH, Replicas, client, events, image
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -203,6 +208,58 @@ def test_probabilities_have_openai_s_form() -> None:
     assert json.loads(json.dumps(lost, allow_nan=False))["top_logprobs"] == []
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_lost_rows_are_lost_before_any_event(
+    counted: bool, spec: LlmSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def output(text: str, tokens: list[int], reason: str | None) -> Any:
+        one = SimpleNamespace(
+            text=text, token_ids=tokens, index=0, logprobs=None, finish_reason=reason
+        )
+        return SimpleNamespace(outputs=[one])
+
+    class Vllm:
+        def __init__(self, *outputs: Any) -> None:
+            self.outputs = outputs
+
+        async def generate(self, *_: Any) -> AsyncGenerator[Any]:
+            for one in self.outputs:
+                yield one
+
+    exceptions = ("VLLMClientError", "EngineDeadError", "EngineGenerateError")
+    for name in (
+        "vllm",
+        "vllm.exceptions",
+        "vllm.v1",
+        "vllm.v1.engine",
+        "vllm.v1.engine.exceptions",
+    ):
+        fake: Any = ModuleType(name)
+        for exception in exceptions:
+            setattr(fake, exception, type(exception, (Exception,), {}))
+        monkeypatch.setitem(sys.modules, name, fake)
+    engine: Any = object.__new__(VllmEngine)
+    engine.spec = spec
+    monkeypatch.setattr(VllmEngine, "_params", lambda *_: None)
+    monkeypatch.setattr(VllmEngine, "_prompt", lambda *_: None)
+    media = item(0)
+    kept = replace(embedding(media, "a"), reference="a.b.c")
+    made = Prompt([1, 2], [0, 0], (), 9)
+    call = ChatCall((), (media,), params(), timeout_seconds=60, counted=counted)
+
+    async def events(*outputs: Any) -> list[Any]:
+        engine.engine = Vllm(*outputs)
+        return [one async for one in engine.generate(call, made, [kept])]
+
+    with pytest.raises(EmbeddingLost):
+        asyncio.run(events(output("", [], "error")))
+    found = asyncio.run(
+        events(output("", [7], None), output("a", [8], None), output("", [], "stop"))
+    )
+    expected = [Piece("", usage=(2, 1)), Piece("a", usage=(2, 2))] if counted else [Piece("a")]
+    assert found == [*expected, Finish(("stop",), 2, 2)]
+
+
 def test_arguments_of_the_engine(spec: LlmSpec) -> None:
     options = LlmOptions(
         engine="vllm", tensor_parallel_size=2, engine_args={"gpu_memory_utilization": 0.5}
@@ -211,11 +268,19 @@ def test_arguments_of_the_engine(spec: LlmSpec) -> None:
     assert (found["tensor_parallel_size"], found["gpu_memory_utilization"]) == (2, 0.5)
     assert found["ec_transfer_config"]["ec_connector_extra_config"] == {"url": URL}
     assert found["limit_mm_per_prompt"] == {}  # the tower stays: it has the deepstack features
+    assert "ec_transfer_config" not in engine_args(options, TINY, spec, "")
     without = engine_args(options, TINY, replace(spec, deepstack=0), URL)
     assert without["limit_mm_per_prompt"] == {"image": 0, "video": 0}
     twice = options.model_copy(update={"engine_args": {"model": "other"}})
     with pytest.raises(ConfigError, match=r"llm.engine_args.model: follows from other options"):
         engine_args(twice, TINY, spec, URL)
+
+
+def test_rows_last_as_long_as_a_chat() -> None:
+    for engine, seconds in (("vllm", 600), ("transformers", 60)):
+        llm = LlmOptions.model_validate({"engine": engine, "timeout_seconds": 600})
+        options = ServiceOptions(model=TINY, llm=llm)
+        assert options.lasting_references.ttl_seconds == seconds
 
 
 def test_tensor_parallelism_reserves_gpus() -> None:
