@@ -227,7 +227,7 @@ def test_rows_come_by_id_if_the_encoder_can_keep_them(ours: Ours) -> None:
         assert ask(ours.url, [shown(jpeg(height, width))], model=ours.model).is_success
         return loaded() > before
 
-    before, widths = loaded(), iter(range(64, 1024, 32))
+    before, widths = loaded(), iter(range(64, 1024, 2))  # each another image
     within(BY_VALUE_SECONDS + 20, lambda: sent(64, next(widths)))
     assert count(ours.http, "vllm:encoder_service_unix_total") > 0
     with begun(ours):
