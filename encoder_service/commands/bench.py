@@ -57,6 +57,7 @@ from router.options import Policy
 ALL = "all"
 ALONE = "alone"
 PLACES = (ALONE, "local")
+INSIDE = "inside"
 ENGINE_WIDTH, PREPROCESS_WIDTH, ANSWERS_WIDTH = 118, 112, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Widths that the tables need, in characters; a pipe has 80."""
@@ -351,7 +352,8 @@ def add_answers(kinds: Any) -> None:
         "answers",
         run_answers,
         "time to first token and between tokens of vLLM servers, with and without our encoder",
-        epilog="Needs vLLM in the same Python environment, unless only --url is given.",
+        epilog="Needs vLLM in the same Python environment, unless only --url is given; with "
+        "--config, install 'encoder-service[vllm]'.",
     )
     parser.add_argument(
         "--model",
@@ -377,6 +379,13 @@ def add_answers(kinds: Any) -> None:
         default="{}",
         metavar="JSON",
         help='connector settings for place local, such as {"chunk_ms": 5}: see docs/engines.md',
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="then start the service of this configuration with vLLM inside, such as "
+        "configs/qwen3vl-vllm.yaml, and measure it as the server inside",
     )
     parser.add_argument(
         "--url",
@@ -446,11 +455,16 @@ def add_answers(kinds: Any) -> None:
 def run_answers(options: argparse.Namespace, console: Console) -> int:
     """Returns 1 if any request failed. Raises ConfigError, or StartError if vLLM does not start."""
     from encoder_service.bench import answers
+    from encoder_service.bench.cluster import cluster, logical_cpus, service
+    from encoder_service.config import load
 
     if not 0 <= options.repeated < 1:
         raise ConfigError(f"--repeated {options.repeated:g} must be at least 0 and below 1")
-    if not options.model and not options.url:
-        raise ConfigError("nothing to measure: give --model, --url or both")
+    if not options.model and not options.url and not options.config:
+        raise ConfigError("nothing to measure: give --model, --url or --config")
+    inside = load(options.config) if options.config else None
+    if inside and (not inside.llm or inside.llm.engine != "vllm"):
+        raise ConfigError(f"{options.config} has no llm section with `engine: vllm` to measure")
     plan = answers.AnswersPlan(
         kinds=[answers.Kind(name, tuple(sizes)) for name, sizes in options.mix],
         per_second=options.rate,
@@ -477,6 +491,9 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
         place = options.local | {"place": name} if name != ALONE else None
         with answers.vllm(options.model, place, shlex.split(options.vllm), console) as url:
             asyncio.run(measured(name, [url]))
+    if inside:
+        with cluster(logical_cpus(inside)) as where, service(inside, where):
+            asyncio.run(measured(INSIDE, [where.http]))
     if options.plot:
         answers.plot(found, options.plot)
     console.width = max(console.width, ANSWERS_WIDTH)

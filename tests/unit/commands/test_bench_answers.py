@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -28,9 +28,10 @@ from actors.errors import StartError
 from actors.types import Answer, Dtype, Media
 from encoder_service import cli
 from encoder_service.api.http import build
-from encoder_service.bench import answers
+from encoder_service.bench import answers, cluster
 from encoder_service.bench.answers import AnswersPlan, Kind, OpenAiServer, Streamed
-from encoder_service.bench.cluster import free_ports
+from encoder_service.bench.cluster import Cluster, free_ports
+from encoder_service.config import ServiceOptions
 from tests.images import jpeg
 from tests.unit.front_door import Fleet, service, zeros
 from tests.unit.proxied import listening
@@ -234,10 +235,36 @@ def test_the_command_measures_running_servers(tmp_path: Path) -> None:
     assert [one["server"] for one in found] == ["stand-in"] * 4
 
 
+def test_the_command_starts_a_service_with_vllm_inside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = tmp_path / "found.json"
+    started = []
+
+    async def run() -> int:
+        async with listening(Server().app) as url:
+            monkeypatch.setattr(cluster, "cluster", lambda *_: nullcontext(Cluster(url, 1)))
+
+            def service(options: ServiceOptions, where: Cluster) -> AbstractContextManager[None]:
+                started.append(options.llm)
+                return nullcontext()
+
+            monkeypatch.setattr(cluster, "service", service)
+            arguments = ["bench", "answers", "--config", "configs/qwen3vl-vllm.yaml"]
+            arguments += ["--mix", "64x64", "--rate", "20", "--seconds", "0.3", "--tokens", "4"]
+            arguments += ["--streams", "0", "--json", str(written)]
+            return await asyncio.to_thread(cli.main, arguments)
+
+    assert asyncio.run(run()) == 0
+    assert {one["server"] for one in json.loads(written.read_text())} == {"inside"}
+    assert [llm and llm.engine for llm in started] == ["vllm"]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         [],
+        ["--config", "configs/qwen3vl-chat.yaml"],
         ["--url", "here"],
         ["--model", "m", "--repeated", "1"],
         ["--mix", "big"],
