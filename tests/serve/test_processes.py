@@ -15,7 +15,7 @@ from tests.processes import ours
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import TOKEN, running
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]  # starts two services
 
 
 def processes() -> list[int]:
