@@ -44,6 +44,8 @@ LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": False, "top_logprobs"
 """Of an answer that takes seconds."""
 PLAIN = {"logprobs": False, "top_logprobs": 0}
 AT_ONCE = 4
+STEP_TOKENS = 128
+"""Fewer than an image of 512x512 pixels has rows."""
 KEPT_BYTES = 400_000
 """Of the encoder: enough for small images, but not for Qwen3-VL's rows of 512x512 pixels."""
 
@@ -75,6 +77,7 @@ def ours(
     cpu = {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"}
     own = {"id": str(found / "model"), "dtype": "float32"}
     args = {"enforce_eager": True, "max_num_seqs": 8, "gpu_memory_utilization": 0.05}
+    args |= {"max_num_batched_tokens": STEP_TOKENS}
     options = ServiceOptions.model_validate(
         {
             "model": own,
