@@ -252,8 +252,8 @@ def path_of(reference: str) -> str:
 
 
 def environment_proxy(url: URL) -> URL | None:
-    """The environment's proxy for a URL, none for this machine's. Raises ValueError if it is not an
-    HTTP proxy.
+    """The environment's proxy for a URL, none for addresses of this machine. Raises ValueError if
+    it is not an HTTP proxy.
 
     aiohttp's own trust_env ignores all_proxy, and would send credentials from ~/.netrc.
     """

@@ -465,6 +465,10 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     inside = load(options.config) if options.config else None
     if inside and (not inside.llm or inside.llm.engine != "vllm"):
         raise ConfigError(f"{options.config} has no llm section with `engine: vllm` to measure")
+    if inside and (inside.auth.token_sha256 or inside.auth.token_sha256_file):
+        raise ConfigError(f"{options.config}: leave auth out, because no token is sent")
+    if inside and INSIDE in dict(options.url):
+        raise ConfigError(f"--url {INSIDE}=...: the service of --config has this name")
     plan = answers.AnswersPlan(
         kinds=[answers.Kind(name, tuple(sizes)) for name, sizes in options.mix],
         per_second=options.rate,

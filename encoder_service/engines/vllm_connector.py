@@ -462,7 +462,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def reference_of(feature: Any) -> str:
-    if (given := feature.data.get(REFERENCE)) is not None:
+    if feature.data and (given := feature.data.get(REFERENCE)) is not None:
         return bytes(given.data.tolist()).decode()
     # With LoRA of the tower, vLLM puts the adapter's name before the identifier.
     name: str = feature.mm_hash or feature.identifier

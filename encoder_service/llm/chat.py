@@ -108,7 +108,11 @@ class Embedder:
         keep = keep and monotonic() >= self.by_value_until
         answers = await self._answers(media, deadline, origin, keep)
         if keep:
-            answers = await self._by_value(media, answers, deadline, origin)
+            try:
+                answers = await self._by_value(media, answers, deadline, origin)
+            except BaseException:
+                self.release([one for one in answers if isinstance(one, Embedding)])
+                raise
         found = [answer for answer in answers if isinstance(answer, Embedding)]
         if len(found) < len(media):
             self.release(found)
@@ -133,16 +137,17 @@ class Embedder:
         deadline: Deadline,
         origin: Origin,
     ) -> list[Answer]:
-        """The answers, with the rows of items that the encoders may have had no room to keep."""
+        """The answers, with the rows of items that the encoders may not have been able to keep."""
         again = [
             place for place, one in enumerate(answers) if isinstance(one, Overloaded | TooLarge)
         ]
         if not again:
             return list(answers)
         found = await self._answers([media[place] for place in again], deadline, origin, False)
-        if any(isinstance(one, Embedding) for one in found):
-            self.ids_failed("an encoder has no room (references.max_bytes)")
         by_place = dict(zip(again, found, strict=True))
+        now_there = (place for place, one in by_place.items() if isinstance(one, Embedding))
+        if any(isinstance(answers[place], Overloaded) for place in now_there):
+            self.ids_failed("an encoder has no room (references.max_bytes)")
         return [by_place.get(place, one) for place, one in enumerate(answers)]
 
     def ids_failed(self, why: str) -> None:

@@ -41,6 +41,11 @@ class PlaceServer:
         await self._runner.setup()
         await web.SockSite(self._runner, self._socket).start()
 
+    def check(self) -> None:
+        """Raises the error with which it could not start."""
+        if self._starting.done():
+            self._starting.result()
+
     async def close(self) -> None:
         await self._starting
         await self._runner.cleanup()

@@ -177,6 +177,7 @@ class VllmEngine:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.by_id = places is not None
+        self.places = places
         args = engine_args(options, own, spec, places.url if places else "")
         if unknown := sorted(args.keys() - {field.name for field in fields(AsyncEngineArgs)}):
             raise ConfigError(
@@ -287,6 +288,8 @@ class VllmEngine:
         return "".join(line for line in lines if "vllm:" in line[:14])
 
     async def check_health(self) -> None:
+        if self.places:
+            self.places.check()
         if self.engine.errored:
             self._exit()
 

@@ -265,6 +265,7 @@ def test_the_command_starts_a_service_with_vllm_inside(
     [
         [],
         ["--config", "configs/qwen3vl-chat.yaml"],
+        ["--config", "configs/qwen3vl-vllm.yaml", "--url", "inside=http://b"],
         ["--url", "here"],
         ["--model", "m", "--repeated", "1"],
         ["--mix", "big"],

@@ -16,6 +16,7 @@ from actors.errors import (
     Overloaded,
     ServiceError,
     TooLarge,
+    Unavailable,
 )
 from actors.telemetry.tracing import NOBODY
 from actors.types import Answer, Dtype, Embedding, Media
@@ -47,7 +48,7 @@ class Routers:
         self.asked.append(media)
         self.kept.append(keep)
         end = self.ends.pop(0)
-        if isinstance(end, RayActorError):
+        if isinstance(end, RayActorError) or type(end) is Unavailable:
             raise end
         return [
             end
@@ -108,14 +109,27 @@ def embedded(routers: Routers, *, times: int = 1) -> list[list[Embedding]]:
     return asyncio.run(run())
 
 
-@pytest.mark.parametrize("full", [Overloaded("no room"), TooLarge("over references.max_bytes")])
-def test_rows_that_encoders_cannot_keep_are_taken_by_value(full: ServiceError) -> None:
-    routers = Routers(full, None, None)
+def test_rows_that_encoders_have_no_room_for_are_taken_by_value() -> None:
+    routers = Routers(Overloaded("no room"), None, None)
     first, second = embedded(routers, times=2)  # the second asks for no ids: they have just failed
     assert routers.asked == [MEDIA, [MEDIA[1]], MEDIA]
     assert routers.kept == [True, False, False]
     assert [bool(one.reference) for one in (*first, *second)] == [True, False, False, False]
     assert not routers.released
+
+
+def test_rows_that_are_too_large_to_be_kept_are_no_reason_to_ask_for_no_ids() -> None:
+    routers = Routers(TooLarge("over references.max_bytes"), None, None)
+    first, second = embedded(routers, times=2)
+    assert routers.kept == [True, False, True]
+    assert [bool(one.reference) for one in (*first, *second)] == [True, False, True, True]
+
+
+def test_ids_are_released_if_the_rest_cannot_be_had_by_value() -> None:
+    routers = Routers(Overloaded("no room"), Unavailable("no router"))
+    with pytest.raises(Unavailable):
+        embedded(routers)
+    assert routers.released == [f"a.{MEDIA[0].digest}.b"]
 
 
 def test_an_item_at_fault_costs_nobody_else_their_ids() -> None:
