@@ -298,7 +298,7 @@ class Chat:
             if encoding.done() and not encoding.cancelled() and not encoding.exception():
                 self.embedder.release(encoding.result())
             raise
-        lost = ""
+        lost = ""  # why the engine could not read rows by their ids: then once more, by value
         while True:
             begun = False
             try:

@@ -105,5 +105,5 @@ def anchors(page: str) -> list[str]:
 def test_every_series_in_the_pages_exists() -> None:
     packages = ("actors", "router", "encoder_service")
     code = "".join(path.read_text() for p in packages for path in (ROOT / p).rglob("*.py"))
-    for name in re.findall(r"`encoder_(\w+)`", "".join(PAGES.values())):
+    for name in re.findall(r"`encoder_(?:chat_)?(\w+)`", "".join(PAGES.values())):
         assert name in code
