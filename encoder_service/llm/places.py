@@ -24,7 +24,8 @@ log = logging.getLogger("ray.serve")
 
 
 class PlaceServer:
-    """An HTTP server on 127.0.0.1, in the running event loop."""
+    """An HTTP server on 127.0.0.1, in the running event loop. It answers only after vLLM has
+    started, because that blocks the loop. Not uvicorn, which would handle the process's signals."""
 
     def __init__(self, rows_place: Callable[[str], Awaitable[RowsPlace]]) -> None:
         """`rows_place`: Router.place of a handle."""

@@ -13,7 +13,7 @@ import logging
 import os
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, NoReturn
@@ -48,7 +48,7 @@ REASONS: dict[str, Reason] = {"stop": "stop", "length": "length", "repetition": 
 AT_ONCE = 2**31 - 1
 """`stream_interval`, in tokens, of a completion that is not streamed: it comes as one output."""
 TOKEN = "ENCODER_SERVICE_TOKEN"
-"""From which the connector in vLLM's process has its token."""
+"""The environment variable from which the connector in vLLM's process reads its token."""
 RENAMED = {"response_format", "top_logprobs"}
 """Fields of VllmParams that vLLM's SamplingParams does not have."""
 
@@ -186,7 +186,7 @@ class VllmEngine:
         if transfer := args.get("ec_transfer_config"):
             args["ec_transfer_config"] = ECTransferConfig(**transfer)
         self.spec = spec
-        with environment(TOKEN, places.token if places else ""):  # for the connector
+        with environment(TOKEN, places.token) if places else nullcontext():
             self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self.defaults = self.engine.model_config.get_diff_sampling_param()
 
@@ -207,7 +207,10 @@ class VllmEngine:
                 async for output in outputs:
                     for one in output.outputs:
                         if one.finish_reason == "error" and any(e.reference for e in embeddings):
-                            raise EmbeddingLost("vLLM failed, presumably for want of rows")
+                            raise EmbeddingLost(
+                                "vLLM ended the completion (error), perhaps because it could not "
+                                "read the rows of an image: send the request again"
+                            )
                         completion_tokens += len(one.token_ids)
                         tokens: tuple[Document, ...] = ()
                         if one.logprobs:

@@ -26,6 +26,8 @@ import ray
 
 from encoder_service.bench.cluster import APPLICATION, cluster, logical_cpus, service
 from encoder_service.config import ServiceOptions
+from encoder_service.engines.vllm import content_id
+from encoder_service.llm import vllm_engine
 from encoder_service.llm.chat import BY_VALUE_SECONDS
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm
@@ -240,6 +242,32 @@ def test_rows_come_by_id_if_the_encoder_can_keep_them(ours: Ours) -> None:
     large = ours.family == "qwen3_vl"
     assert sent(512, 512) != large
     assert count(ours.http, "encoder_chat_by_value_total") - by_value == large
+
+
+def test_rows_that_vllm_cannot_read_come_by_value(ours: Ours, whole: str) -> None:
+    module: Any = vllm_engine
+
+    def lose(_: Any) -> None:
+        module.content_id = lambda reference: f"{reference.split('.')[0]}.{'A' * 32}"
+
+    def keep(_: Any) -> None:
+        module.content_id = content_id
+
+    def failed() -> float:
+        return count(ours.http, "vllm:encoder_service_failed_total")
+
+    def sent(width: int) -> bool:
+        parts = [shown(jpeg(96, width))]
+        assert_same(answer(ours.url, parts, model=ours.model), answer(whole, parts))
+        return failed() > before
+
+    (chat,) = actors("Chat", APPLICATION)
+    before, widths = failed(), iter(range(64, 1024, 2))
+    ray.get(chat.__ray_call__.remote(lose))
+    try:
+        within(BY_VALUE_SECONDS + 20, lambda: sent(next(widths)))
+    finally:
+        ray.get(chat.__ray_call__.remote(keep))
 
 
 def test_an_encoder_dies(ours: Ours) -> None:

@@ -260,6 +260,16 @@ def test_the_command_starts_a_service_with_vllm_inside(
     assert [llm and llm.engine for llm in started] == ["vllm"]
 
 
+def test_a_service_that_wants_a_token_is_not_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.yaml"
+    auth = f"      auth: {{token_sha256: [{64 * 'a'}]}}\n"
+    file.write_text(Path("configs/qwen3vl-vllm.yaml").read_text() + auth)
+    assert cli.main(["bench", "answers", "--config", str(file)]) == 1
+    assert "leave auth out" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
