@@ -20,6 +20,7 @@ from actors.engine.packing import OpenPack, fitted
 from actors.engine.traffic import learned
 from actors.errors import StartError
 from actors.media.patchify import patchifier_of
+from actors.models.layers.weights import NO_FP8
 from actors.models.load import load
 from actors.models.precision import read_plan
 from actors.options import ActorOptions
@@ -47,7 +48,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
             device.device,
             captured=captured,
             blocks=options.graphs.blocks,
-            fp8=plan.fp8 if plan else (),
+            fp8=plan.layers if plan else NO_FP8,
         )
     except torch.OutOfMemoryError as error:
         raise StartError(

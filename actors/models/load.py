@@ -24,7 +24,7 @@ from actors.kernels.attention import Attention
 from actors.kernels.gemm.fp8 import CAPABILITY
 from actors.models import tensors as checkpoint_tensors
 from actors.models.layers.block import ATTENTION, BlocksForm, blocks_of
-from actors.models.layers.weights import Weights
+from actors.models.layers.weights import NO_FP8, Fp8Layers, Weights
 from actors.models.tower import Family, Tower
 from actors.options import BlockChoice, ModelOptions, block_form
 from actors.spec.checkpoint import (
@@ -75,12 +75,12 @@ def load(
     *,
     captured: bool = False,
     blocks: BlockChoice = "auto",
-    fp8: Collection[str] = (),
+    fp8: Fp8Layers = NO_FP8,
 ) -> Tower:
     """Builds the tower. Of the weights, only the tower's are read. Raises CheckpointError.
 
     `captured`: CUDA graphs will capture the tower; raises StartError, before anything large is
-    read, if they cannot. `blocks`: the form of the blocks. `fp8`: see Weights. Raises ConfigError
+    read, if they cannot. `blocks`: the form of the blocks. Raises ConfigError
     if the model or the device does not support one of these.
     """
     model = read(options)
@@ -189,7 +189,7 @@ def build(
     tensors: Mapping[str, Tensor],
     device: torch.device,
     blocks: BlocksForm | None = None,
-    fp8: Collection[str] = (),
+    fp8: Fp8Layers = NO_FP8,
 ) -> Tower:
     """Builds the tower with the fastest attention and, unless `blocks` is given, the fastest
     blocks."""
@@ -198,7 +198,7 @@ def build(
 
 
 def choose_attention(
-    model: ModelSpec, device: torch.device, fp8: Collection[str] = (), *, captured: bool = False
+    model: ModelSpec, device: torch.device, fp8: Fp8Layers = NO_FP8, *, captured: bool = False
 ) -> Attention:
     dtype: torch.dtype = getattr(torch, model.dtype)
     size, in_fp8 = family_of(model).head_size, any(name.endswith(ATTENTION) for name in fp8)
@@ -211,9 +211,8 @@ def assemble(
     device: torch.device,
     kernel: Attention,
     blocks: BlocksForm,
-    fp8: Collection[str] = (),
+    fp8: Fp8Layers = NO_FP8,
 ) -> Tower:
-    """`fp8`: see Weights."""
     dtype: torch.dtype = getattr(torch, model.dtype)
     family = family_of(model)
     parts = family.parts(model, Weights(tensors, device, dtype, fp8))

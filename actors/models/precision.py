@@ -8,15 +8,38 @@ from __future__ import annotations
 from hashlib import sha256
 from pathlib import Path
 
-from pydantic import Field
+import torch
+from pydantic import Base64Bytes, Field
+from torch import Tensor
 
 from actors.errors import ConfigError, ServiceError
+from actors.models.layers.weights import Fp8Layers
 from actors.models.load import weights_digest
 from actors.options import GraphOptions, ModelOptions, Options, validated
 from actors.spec.checkpoint import parse
 
-VERSION = 2
+VERSION = 3
 """Changes with the arithmetic of FP8, which decides the errors."""
+
+
+class LayerPlan(Options):
+    """What a replica must know of a layer that runs in FP8."""
+
+    error: float
+    """Of its output, relative to float32."""
+    mean: Base64Bytes = Field(b"", strict=False)
+    """The mean of its inputs over all patches of the images: bfloat16, little-endian. Empty for
+    attention."""
+
+    @classmethod
+    def of(cls, error: float, mean: Tensor | None) -> LayerPlan:
+        """`mean`: in bfloat16."""
+        values = b"" if mean is None else mean.cpu().view(torch.uint8).numpy().tobytes()
+        return cls.model_construct(error=error, mean=values)
+
+    @property
+    def input_mean(self) -> Tensor | None:
+        return torch.frombuffer(bytearray(self.mean), dtype=torch.bfloat16) if self.mean else None
 
 
 class PrecisionPlan(Options):
@@ -32,9 +55,7 @@ class PrecisionPlan(Options):
     weights: str
     """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the
     checkpoint is called."""
-    fp8: tuple[str, ...] = Field(strict=False, min_length=1)
-    errors: dict[str, float]
-    """The error of each layer in FP8, relative to float32."""
+    fp8: dict[str, LayerPlan] = Field(min_length=1)
     rows_error: float
     """The largest error of an image's rows, relative to `model.dtype`."""
     rows_cosine: float
@@ -42,9 +63,16 @@ class PrecisionPlan(Options):
     images: int
 
     @property
+    def layers(self) -> Fp8Layers:
+        return {name: layer.input_mean for name, layer in self.fp8.items()}
+
+    @property
     def digest(self) -> str:
         """Plans with the same digest give the same rows."""
-        return sha256(" ".join([str(self.version), *sorted(self.fp8)]).encode()).hexdigest()
+        digest = sha256(str(self.version).encode())
+        for name, layer in sorted(self.fp8.items()):
+            digest.update(f" {name} {sha256(layer.mean).hexdigest()}".encode())
+        return digest.hexdigest()
 
 
 def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:

@@ -6,7 +6,7 @@ Packing, metadata, staging and replays are those of the engine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from time import perf_counter
@@ -26,6 +26,7 @@ from actors.engine.packing import Packing, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
 from actors.models.layers.block import blocks_of
+from actors.models.layers.weights import NO_FP8, Fp8Layers
 from actors.models.load import build, check_fp8, tensors
 from actors.models.precision import read_plan
 from actors.models.tower import Tower
@@ -154,11 +155,11 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
             f"--every-budget: {model} has two paths, whose budgets are replayed in pairs"
         )
     console.print(f"{model}: loading weights")
-    fp8: Collection[str] = ()
+    fp8 = NO_FP8
     if settings.precision_file:
         graphs = GraphOptions(precision="fp8", precision_file=settings.precision_file)
         if plan := read_plan(graphs, options):
-            fp8 = plan.fp8
+            fp8 = plan.layers
             check_fp8(spec, device.device, fp8)
     bench = Bench(spec, tensors(options, spec, device.device), device, settings, fp8)
     if {"budget", "fp8", *FORMS} & {*settings.modes} or settings.every_budget:
@@ -191,7 +192,7 @@ class Bench:
         weights: Mapping[str, Tensor],
         device: Device,
         settings: Settings,
-        fp8: Collection[str] = (),
+        fp8: Fp8Layers = NO_FP8,
     ) -> None:
         """`fp8`: the layers that mode `fp8` computes in FP8."""
         self.spec = spec

@@ -1,17 +1,17 @@
 """`encoder-service calibrate CONFIG IMAGES`: chooses the layers that run in FP8, by your own
 images.
 
-First each layer is quantised alone, in plain torch and float32, to measure the error of its output
-and of the final rows. Then as many layers are quantised as the limits allow, those first that save
-most time for their error in the rows. The rows are compared with those that the service returns in
-`model.dtype`.
+First the mean of each layer's inputs is measured, which makes FP8 more accurate. Then each layer is
+quantised alone, in plain torch and float32, to measure the error of its output and of the final
+rows. Then as many layers are quantised as the limits allow, those first that save most time for
+their error in the rows. The rows are compared with those that the service returns in `model.dtype`.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +29,9 @@ from actors.errors import ConfigError, InvalidMedia, ServiceError
 from actors.families.registry import read
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
-from actors.models.layers.block import Quantisable, blocks_of, computed_by
+from actors.models.layers.block import Affine, Quantisable, blocks_of, computed_by
 from actors.models.load import build, check_fp8, tensors, weights_digest
-from actors.models.precision import VERSION, PrecisionPlan
+from actors.models.precision import VERSION, LayerPlan, PrecisionPlan
 from actors.models.tower import Tower
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec
@@ -130,8 +130,9 @@ class Calibration:
         self.items = items
         weights = tensors(options, spec, device.device)
         self.expected = self.encode(build(spec, weights, device.device))
-        plain = replace(spec, dtype="float32")
-        self.plain = build(plain, weights, device.device, blocks_of("reference"))
+        plain, form = replace(spec, dtype="float32"), blocks_of("reference")
+        self.means = self.input_means(build(plain, weights, device.device, form))
+        self.plain = build(plain, weights, device.device, form, self.means)
         self.errors = self.layer_errors()
         """By layer, in the order in which they run."""
 
@@ -156,13 +157,16 @@ class Calibration:
                 f"{ROWS_ERROR:.1e}: leave graphs.precision at bf16"
             )
         count, found = best
-        chosen = tuple(name for name in self.errors if name in within[:count])
+        chosen = {
+            name: LayerPlan.of(each.relative, self.means.get(name))
+            for name, each in self.errors.items()
+            if name in within[:count]
+        }
         return PrecisionPlan(
             version=VERSION,
             model=self.options.id,
             weights=weights_digest(self.options),
             fp8=chosen,
-            errors={name: self.errors[name].relative for name in chosen},
             rows_error=found.error,
             rows_cosine=found.cosine,
             images=len(self.items),
@@ -184,6 +188,22 @@ class Calibration:
 
         with computed_by(compute):
             return self.encode(self.plain)
+
+    def input_means(self, tower: Tower) -> dict[str, Tensor]:
+        """The mean of the inputs of each linear layer, in bfloat16, as in the plan."""
+        means: dict[str, Tensor] = {}
+        rows = Counter[str]()
+
+        def add(layer: Quantisable, x: Tensor) -> Tensor:
+            if isinstance(layer, Affine):
+                rows[layer.name] += len(x)
+                change = (x - means.get(layer.name, 0)).sum(0) / rows[layer.name]
+                means[layer.name] = means.get(layer.name, 0) + change
+            return layer.plain(x)
+
+        with computed_by(add):
+            self.encode(tower)
+        return {name: mean.bfloat16() for name, mean in means.items()}
 
     def layer_errors(self) -> dict[str, LayerError]:
         errors: defaultdict[str, LayerError] = defaultdict(LayerError)

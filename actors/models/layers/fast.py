@@ -178,15 +178,18 @@ def gemm(
 
 def in_fp8(layer: Affine) -> Fp8Weight:
     assert layer.input_bound is not None, "This is a bug."
-    return Fp8Weight.of(layer.weight, layer.input_bound)
+    return Fp8Weight.of(layer.weight, layer.input_bound, layer.input_mean)
 
 
 def padded_inputs(linear: Affine, columns: int) -> Affine:
     """Appends columns of zeros to the weight, for inputs that are zero."""
-    bound = linear.input_bound
+    bound, mean = linear.input_bound, linear.input_mean
     if bound is not None and bound.dim():
         bound = F.pad(bound, (0, columns))
-    return replace(linear, weight=F.pad(linear.weight, (0, columns)), input_bound=bound)
+    if mean is not None:
+        mean = F.pad(mean, (0, columns))
+    weight = F.pad(linear.weight, (0, columns))
+    return replace(linear, weight=weight, input_bound=bound, input_mean=mean)
 
 
 def padded(linear: Affine, rows: int, parts: int) -> Affine:

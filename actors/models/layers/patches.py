@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Shapes, Values
-from actors.models.layers.block import NORMS, Affine, Norm, bounded
+from actors.models.layers.block import NORMS, Affine, Norm, bounded, centred_inputs
 
 if TYPE_CHECKING:
     from actors.models.layers.fast import Mlp
@@ -60,10 +60,10 @@ class Merger:
         self, norm: Affine, up: Affine, down: Affine, *, kind: Norm = "layer", epsilon: float = 1e-6
     ) -> None:
         """`norm`: over each patch, or over all patches of a token, depending on its size."""
-        self.norm = norm
+        self.norm, up = centred_inputs(norm, up)
         self.kind = kind
         self.epsilon = epsilon
-        self.linears = up, down = bounded(norm, up, down)
+        self.linears = up, down = bounded(self.norm, up, down)
         self.mlp: Mlp | None = None
         if norm.weight.is_cuda and norm.weight.dtype != torch.float32:
             from actors.models.layers.fast import Mlp  # needs Triton, which comes with CUDA

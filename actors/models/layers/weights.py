@@ -5,7 +5,7 @@ Every checkpoint has the same six parts in a block, under its own names (`BlockN
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +19,11 @@ from actors.spec.settings import side
 
 Expected = dict[str, tuple[int, ...]]
 """Name and shape of every tensor of a tower, without the checkpoint's prefix."""
+
+Fp8Layers = Mapping[str, Tensor | None]
+"""The layers that run in FP8 (see PrecisionPlan), each with the mean of its inputs if known."""
+
+NO_FP8: Fp8Layers = {}
 
 KEYS = {
     "depth": "num_hidden_layers",
@@ -190,9 +195,8 @@ class Weights:
         tensors: Mapping[str, Tensor],
         device: torch.device,
         dtype: torch.dtype,
-        fp8: Collection[str] = (),
+        fp8: Fp8Layers = NO_FP8,
     ) -> None:
-        """`fp8`: the layers that run in FP8; see PrecisionPlan."""
         self.tensors = tensors
         self.device = device
         self.dtype = dtype
@@ -206,7 +210,10 @@ class Weights:
         weights = [self.tensors[f"{name}.weight"] for name in names]
         biases = [self.bias(name, weight) for name, weight in zip(names, weights, strict=True)]
         weight, bias = self.place(torch.cat(weights)), self.place(torch.cat(biases))
-        return Affine(weight, bias, name=names[0], fp8=names[0] in self.fp8)
+        mean = self.fp8.get(names[0])
+        if mean is not None:
+            mean = mean.to(self.device, torch.float32)
+        return Affine(weight, bias, name=names[0], fp8=names[0] in self.fp8, input_mean=mean)
 
     def bias(self, name: str, weight: Tensor) -> Tensor:
         """The layer's bias, or zeros on the weight's device."""

@@ -255,7 +255,7 @@ def test_images_without_long_segments_say_nothing_about_attention(
 @pytest.mark.usefixtures("long_from_64")
 def test_a_tower_attends_as_the_plan_says() -> None:
     spec, item = read(TINY), picture()
-    layers = [f"blocks.{index}.attn.qkv{ATTENTION}" for index in (1, 3)]
+    layers = {f"blocks.{index}.attn.qkv{ATTENTION}": None for index in (1, 3)}
     calibration = Calibration(TINY, spec, Device(), [item])
     tower = build(spec, tensors(TINY, spec, CPU), CPU, fp8=layers)
     (made,), (exact,) = calibration.encode(tower), calibration.expected
@@ -273,11 +273,11 @@ def test_attention_that_hides_rows_is_not_measured_and_stays_as_it_is(
     spec, item = read(options), picture(options)
     calibration = Calibration(options, spec, Device(), [item])
     assert not [name for name in calibration.errors if name.endswith(ATTENTION)]
-    layers = [f"encoder.layers.0.self_attn.q_proj{ATTENTION}"]
+    layers = {f"encoder.layers.0.self_attn.q_proj{ATTENTION}": None}
     tower = build(spec, tensors(options, spec, CPU), CPU, fp8=layers)
     assert torch.equal(calibration.encode(tower)[0], calibration.expected[0])
 
 
 def test_attention_that_the_model_does_not_have() -> None:
     with pytest.raises(ConfigError, match=r"the model has no blocks\.99\.attn\.qkv attention"):
-        load(TINY, CPU, fp8=(f"blocks.99.attn.qkv{ATTENTION}",))
+        load(TINY, CPU, fp8={f"blocks.99.attn.qkv{ATTENTION}": None})
