@@ -28,7 +28,7 @@ class LayerPlan(Options):
     error: float
     """Of its output, relative to float32."""
     mean: Base64Bytes = Field(b"", strict=False)
-    """The mean of its inputs over all patches of the images: bfloat16, little-endian. Empty for
+    """The mean of its inputs over the images: bfloat16, little-endian. Empty for
     attention."""
 
     @classmethod

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
@@ -190,20 +191,18 @@ class Calibration:
             return self.encode(self.plain)
 
     def input_means(self, tower: Tower) -> dict[str, Tensor]:
-        """The mean of the inputs of each linear layer, in bfloat16, as in the plan."""
-        means: dict[str, Tensor] = {}
-        rows = Counter[str]()
+        """The mean of the inputs of each linear layer, in bfloat16, as in the plan. Images of all
+        sizes count the same."""
+        means: defaultdict[str, Tensor | float] = defaultdict(float)
 
         def add(layer: Quantisable, x: Tensor) -> Tensor:
             if isinstance(layer, Affine):
-                rows[layer.name] += len(x)
-                change = (x - means.get(layer.name, 0)).sum(0) / rows[layer.name]
-                means[layer.name] = means.get(layer.name, 0) + change
+                means[layer.name] += x.mean(0) / len(self.items)
             return layer.plain(x)
 
         with computed_by(add):
             self.encode(tower)
-        return {name: mean.bfloat16() for name, mean in means.items()}
+        return {name: torch.as_tensor(mean).bfloat16() for name, mean in means.items()}
 
     def layer_errors(self) -> dict[str, LayerError]:
         errors: defaultdict[str, LayerError] = defaultdict(LayerError)

@@ -402,7 +402,7 @@ def test_calibrate_writes_what_the_service_reads(
         assert torch.equal(mean, calibration.means[name])
 
 
-def test_means_are_of_all_patches_of_all_images_and_make_layers_more_accurate() -> None:
+def test_means_are_of_all_images_and_make_layers_more_accurate() -> None:
     items = [picture(64), picture(96)]
     calibration = Calibration(TINY, read(TINY), Device(), items)
     seen: dict[str, list[Tensor]] = defaultdict(list)
@@ -416,7 +416,8 @@ def test_means_are_of_all_patches_of_all_images_and_make_layers_more_accurate() 
     with computed_by(note):
         expected = calibration.encode(uncentred)
     for name, inputs in seen.items():
-        assert torch.allclose(torch.cat(inputs).mean(0), calibration.means[name].float(), atol=1e-2)
+        mean = (inputs[0].mean(0) + inputs[1].mean(0)) / 2
+        assert torch.allclose(mean, calibration.means[name].float(), atol=1e-2)
     with computed_by(lambda layer, x: layer.plain(x)):
         for rows, exact in zip(calibration.encode(calibration.plain), expected, strict=True):
             assert relative(rows, exact) < 1e-5
