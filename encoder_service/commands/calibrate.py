@@ -41,6 +41,8 @@ from encoder_service.commands import above_zero, add_command
 from encoder_service.config import encoders, load
 from encoder_service.intake.header import read_header
 
+FEWEST_IMAGES = 6
+"""With fewer, errors of other images may be much larger: BENCHMARKS.md, FP8."""
 ROWS_ERROR = 4.5e-2
 ROWS_COSINE = 0.998
 """Limits for the rows of every image: maximum relative error, minimum cosine similarity. The
@@ -84,6 +86,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
             raise InvalidMedia(f"{path}: {error}") from None
         cut, patches = patchifier.patchify(image)
         items.append(Item(cut, patches.numpy()))
+    if len(items) < FEWEST_IMAGES:
+        console.print(
+            f"{len(items)} images: others may have larger errors than these. Give at least "
+            f"{FEWEST_IMAGES}, like those that you will serve"
+        )
     options.out.open("a").close()  # fails before hours of work
     calibration = Calibration(service.model, spec, device, items)
     plan = calibration.plan(options.bound)

@@ -390,6 +390,7 @@ def test_calibrate_writes_what_the_service_reads(
     assert cli.main(["calibrate", "configs/tiny.yaml", *images, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "blocks.3.mlp.linear_fc1" in said
+    assert "1 images: others may have larger errors than these. Give at least 6" in said
     graphs = GraphOptions(precision="fp8", precision_file=str(out))
     plan = read_plan(graphs, TINY)
     assert plan is not None
@@ -423,7 +424,7 @@ def test_means_are_of_all_images_and_make_layers_more_accurate() -> None:
             assert relative(rows, exact) < 1e-5
     after = calibration.deviation(calibration.means).error
     calibration.plain = uncentred
-    assert after < 0.85 * calibration.deviation(calibration.means).error
+    assert after < 0.92 * calibration.deviation(calibration.means).error
 
 
 def test_a_replica_computes_what_the_plan_says(
