@@ -13,20 +13,17 @@ from io import BytesIO
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
-import simplejpeg
 import torch
-from PIL import AvifImagePlugin, ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import AvifImagePlugin, Image, ImageOps, UnidentifiedImageError
 from pillow_heif import register_heif_opener
 from torch import Tensor
 
 from actors.errors import InvalidMedia, TooLarge, UnsupportedMedia
 from actors.media import audio_file, video_file
 from actors.media.animation import is_animation, read_animation
+from actors.media.jpeg import Pixels, plain_jpeg
 from actors.media.patchify import Patchifier, unrepeated
 from actors.types import Alpha, Clip, Item, Media
-
-Pixels = npt.NDArray[np.uint8]  # [height, width, 3]
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
 """Formats that Pillow may open (JPEG includes MPO): bitmaps only, none that runs an interpreter."""
@@ -174,27 +171,3 @@ def opaque(image: Image.Image, alpha: Alpha) -> Image.Image:
     canvas = Image.new("RGB", image.size, alpha)
     canvas.paste(image, mask=image.getchannel("A"))
     return canvas
-
-
-def plain_jpeg(data: bytes, image: Image.Image) -> Pixels | None:
-    """Decodes a JPEG faster than Pillow. None: it is not an RGB or grey JPEG, or is damaged."""
-    if image.format not in ("JPEG", "MPO") or image.mode not in ("RGB", "L"):
-        return None
-    try:
-        pixels: Pixels = simplejpeg.decode_jpeg(data)
-    except ValueError:
-        return None
-    return upright(pixels, image.getexif().get(ExifTags.Base.Orientation, 1))
-
-
-def upright(pixels: Pixels, orientation: Any) -> Pixels:
-    """As PIL.ImageOps.exif_transpose."""
-    if orientation in (5, 6, 7, 8):
-        pixels = pixels.transpose(1, 0, 2)
-    if orientation in (3, 4, 7, 8):
-        pixels = pixels[::-1]
-    if orientation in (2, 3, 6, 7):
-        pixels = pixels[:, ::-1]
-    # Always copied, because numpy calls a side of one pixel contiguous even if its stride is
-    # negative, which torch does not accept.
-    return pixels.copy() if orientation in (2, 3, 4, 5, 6, 7, 8) else pixels

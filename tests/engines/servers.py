@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import time
+import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ def running(command: Sequence[str], health: str, log: Path) -> Iterator[None]:
     """A process, from when an URL of it answers."""
     with log.open("ab") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | ENVIRONMENT
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{metadata(log.parent)}"},
         )
     try:
         wait(process, health, log)
@@ -47,6 +51,19 @@ def running(command: Sequence[str], health: str, log: Path) -> Iterator[None]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def metadata(folder: Path) -> Path:
+    """A folder with our entry points, as pip writes them: vLLM finds its plugins there."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    written = folder / "metadata" / "encoder_service-0.dist-info"
+    written.mkdir(parents=True, exist_ok=True)
+    (written / "METADATA").write_text("Metadata-Version: 2.1\nName: encoder-service\nVersion: 0\n")
+    lines = []
+    for group, entries in project["entry-points"].items():
+        lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+    (written / "entry_points.txt").write_text("\n".join(lines))
+    return written.parent
 
 
 def wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:

@@ -108,13 +108,16 @@ def engines(
             limit_mm_per_prompt=TOWER,
             ec_transfer_config=connector | {"ec_connector_extra_config": extra},
         )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")  # says which images our code decodes
+            inside = stack.enter_context(local)
         yield Engines(
             family,
             stack.enter_context(Client(where.http)),
             where.http,
             stack.enter_context(whole),
             stack.enter_context(language),
-            stack.enter_context(local),
+            inside,
             folder,
         )
 
@@ -183,9 +186,14 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     engines: Engines, files: str
 ) -> None:
     images = [shown(file) for file in FILES[files]]
+    before = engines.local_log
     assert_same(answer(engines.local, images), answer(engines.whole, images))
     log = engines.local_log
     assert "the engine encoded its first item" in log
+    for line in ("decoded a JPEG of", "cut an image into"):
+        found = log.count(line) - before.count(line)
+        assert found == (0 if files == "a video" else len(images))
+        assert line not in (engines.folder / "whole.log").read_text()
     assert "vLLM encodes an item itself" not in log
 
 
