@@ -30,6 +30,8 @@ log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that 
 RENDERER = ("vllm.renderers.hf", "HfRenderer")
 NOISE = Image.merge("RGB", [Image.effect_noise((150, 100), 90) for _ in range(3)])
 """Shows at start whether our code gives the same bytes as vLLM's."""
+SETTINGS = {"image_mode", "kwargs", "rgba_background_color", "decoded_budget"}
+"""Attributes of vLLM's ImageMediaIO."""
 
 
 def register() -> None:
@@ -76,10 +78,12 @@ def use_patchifier(renderer: Any) -> None:
         return
     if type(theirs) is not Qwen2VLImageProcessor:
         raise TypeError(f"the image processor is a {type(theirs).__name__}")
+    if not hasattr(theirs, "patchify"):
+        raise TypeError("transformers is older than 5.15")
     ours = copy(theirs)
     ours.__class__ = type("OwnImageProcessor", (OwnPatches, Qwen2VLImageProcessor), {})
     raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    decoded = NOISE.copy()
+    decoded: Any = NOISE.copy()
     decoded.rgb = np.array(NOISE)
     expected = theirs(images=[NOISE], **raw)
     for image in (NOISE, decoded):
@@ -94,10 +98,12 @@ def use_decoder(renderer: Any) -> None:
     """Raises an error if our decoder cannot replace Pillow."""
     import simplejpeg  # noqa: F401  # names it if it is not installed
 
-    file = BytesIO()
+    theirs, file = ImageMediaIO(), BytesIO()
+    if type(jpeg_io(theirs)) is not JpegIO:
+        raise ValueError(f"ImageMediaIO has the attributes {', '.join(vars(theirs))}")
     NOISE.save(file, "JPEG")
-    image, expected = opened(file.getvalue()), ImageMediaIO().load_bytes(file.getvalue()).media
-    if image is None or not np.array_equal(image.rgb, np.asarray(expected)):  # type: ignore[attr-defined]
+    image, expected = opened(file.getvalue()), theirs.load_bytes(file.getvalue()).media
+    if image is None or not np.array_equal(image.rgb, np.asarray(expected)):
         raise ValueError("simplejpeg's pixels differ from Pillow's")
     if MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector:
         MEDIA_CONNECTOR_REGISTRY.register("http")(JpegConnector)
@@ -155,28 +161,35 @@ class JpegIO(ImageMediaIO):  # type: ignore[misc]
         image = opened(data)
         if image is None:
             return super().load_bytes(data)
+        budget = getattr(self, "decoded_budget", None)  # of the request, from vLLM 0.33 on
+        if budget is not None:
+            budget.charge(image.width * image.height * 4)
         log.debug("decoded a JPEG of %d bytes", len(data))
         return MediaWithBytes(image, data)
 
 
 def jpeg_io(media_io: Any) -> Any:
-    if type(media_io) is not ImageMediaIO or media_io.image_mode != "RGB":
+    """A JpegIO with the same settings, or vLLM's own if it has settings that JpegIO ignores."""
+    plain = type(media_io) is ImageMediaIO and vars(media_io).keys() <= SETTINGS
+    if not plain or media_io.image_mode != "RGB":
         return media_io
-    return JpegIO(media_io.image_mode, **media_io.kwargs)
+    ours = copy(media_io)
+    ours.__class__ = JpegIO
+    return ours
 
 
-def opened(data: bytes) -> Image.Image | None:
+def opened(data: bytes) -> Any:
     """An upright RGB JPEG. Its attribute `rgb` is its pixels, uint8 [height, width, 3]. Pillow
     decodes it too if something reads it in another way. None: vLLM must decode it."""
     from actors.media.jpeg import plain_jpeg
 
     try:
-        image = Image.open(BytesIO(data), formats=("JPEG",))
+        image: Any = Image.open(BytesIO(data), formats=("JPEG",))
         too_large = 0 < envs.VLLM_MAX_IMAGE_PIXELS < image.width * image.height
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
         if image.mode != "RGB" or too_large or turned:
             return None
-        image.rgb = plain_jpeg(data, image)  # type: ignore[attr-defined]
+        image.rgb = plain_jpeg(data, image)
     except Exception:  # vLLM raises its own
         return None
-    return None if image.rgb is None else image  # type: ignore[attr-defined]
+    return None if image.rgb is None else image
