@@ -197,19 +197,20 @@ def test_images_larger_than_vllms_limit_are_rejected(
 
 
 @pytest.mark.parametrize(
-    ("extras", "counts"),
+    "extras",
     [
-        ({"mm_processor_kwargs": {"max_pixels": 64 * 64}}, None),
-        ({"mm_processor_kwargs": {"do_resize": False}}, None),
-        ({"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}}, (3, 3)),
+        {"mm_processor_kwargs": {"max_pixels": 64 * 64}},
+        {"mm_processor_kwargs": {"size": {"shortest_edge": 4096, "longest_edge": 90000}}},
+        {"mm_processor_kwargs": {"do_resize": False}},
+        {"media_io_kwargs": {"image": {"rgba_background_color": [0, 0, 0]}}},
     ],
 )
 def test_several_images_and_options_of_a_request(
-    renderers: Renderers, extras: Any, counts: Any, work: Any
+    renderers: Renderers, extras: Any, work: Any
 ) -> None:
     files = jpeg(224, 448), jpeg(448, 224), jpeg(224, 448, "chelsea.png")
     found = rendered(renderers.local, *files, **extras)
-    assert counts in (None, work())
+    assert work() in ((3, 3), (3, 0)), "vLLM may have a processor of its own for the options"
     assert_equal(found, by_vllm(renderers.stock, *files, **extras))
 
 
