@@ -6,7 +6,6 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from types import NoneType
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
@@ -113,10 +112,11 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
 def known(kind: type[Options], section: Sequence[str]) -> list[str]:
     options: Any = kind
     for key in section:
-        if key.isdigit():  # an index of a list
+        if key not in options.model_fields:  # an index of a list, or a key of a mapping
             continue
         declared = options.model_fields[key].annotation
-        options = next(one for one in (*get_args(declared), declared) if one is not NoneType)
+        kinds = [one for one in (*get_args(declared), declared) if isinstance(one, type)]
+        options = next(one for one in kinds if issubclass(one, Options))
     return sorted(options.model_fields)
 
 

@@ -5,7 +5,7 @@ A family's tower.py is imported here, by the name of its folder, when its tower 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
@@ -80,8 +80,8 @@ def load(
     """Builds the tower. Of the weights, only the tower's are read. Raises CheckpointError.
 
     `captured`: CUDA graphs will capture the tower; raises StartError, before anything large is
-    read, if they cannot. `blocks`: the form of the blocks. Raises ConfigError
-    if the model or the device does not support one of these.
+    read, if they cannot. `blocks`: the form of the blocks. Raises ConfigError if the model or the
+    device does not support one of these.
     """
     model = read(options)
     if fp8:
@@ -94,13 +94,22 @@ def load(
     return tower
 
 
-def check_fp8(model: ModelSpec, device: torch.device, layers: Collection[str] = ()) -> None:
-    """Raises ConfigError if the tower or the device does not support FP8, or a layer is unknown."""
+def check_fp8(model: ModelSpec, device: torch.device, layers: Fp8Layers = NO_FP8) -> None:
+    """Raises ConfigError if the tower or the device does not support FP8, or if the layers are not
+    those of the model."""
     model.check_fp8()
     expected = family_of(model).expected
     linears = {name: name.removesuffix(ATTENTION) for name in layers}
     if unknown := [name for name, linear in linears.items() if f"{linear}.weight" not in expected]:
         raise ConfigError(f"graphs.precision_file: the model has no {', '.join(unknown[:4])}")
+    for name, mean in layers.items():
+        found = None if mean is None else tuple(mean.shape)
+        inputs = None if name.endswith(ATTENTION) else expected[f"{name}.weight"][1:]
+        if found != inputs or (mean is not None and not mean.isfinite().all()):
+            raise ConfigError(
+                f"graphs.precision_file: the mean of {name} does not fit the model: write the file "
+                "again with `encoder-service calibrate`"
+            )
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

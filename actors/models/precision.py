@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from pydantic import Base64Bytes, Field
+from pydantic import Base64Bytes, Field, field_validator
 from torch import Tensor
 
 from actors.errors import ConfigError, ServiceError
@@ -28,8 +28,14 @@ class LayerPlan(Options):
     error: float
     """Of its output, relative to float32."""
     mean: Base64Bytes = Field(b"", strict=False)
-    """The mean of its inputs over the images: bfloat16, little-endian. Empty for
-    attention."""
+    """The mean of its inputs over the images: bfloat16, little-endian. Empty for attention."""
+
+    @field_validator("mean")
+    @classmethod
+    def whole(cls, mean: bytes) -> bytes:
+        if len(mean) % 2:
+            raise ValueError("not a whole number of values")
+        return mean
 
     @classmethod
     def of(cls, error: float, mean: Tensor | None) -> LayerPlan:
@@ -49,8 +55,8 @@ class PrecisionPlan(Options):
     names of attention, see `ATTENTION` in layers/block.py.
     """
 
-    version: int = 1
-    """Must be VERSION. The first plans have none."""
+    version: int
+    """VERSION."""
     model: str
     weights: str
     """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the
@@ -87,18 +93,18 @@ def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
         return None
     path = Path(graphs.precision_file)
     try:
-        plan = validated(PrecisionPlan, parse(path.read_bytes(), str(path)))
+        stored = parse(path.read_bytes(), str(path))
+        if "fp8" in stored and stored.get("version") != VERSION:
+            raise ConfigError(
+                f"{path} was written by another version of `encoder-service calibrate`, which "
+                "measured other errors"
+            )
+        return validated(PrecisionPlan, stored)
     except (OSError, ServiceError) as error:
         raise ConfigError(
             f"graphs.precision_file cannot be read: {error}: write it with `encoder-service "
             "calibrate`"
         ) from None
-    if plan.version != VERSION:
-        raise ConfigError(
-            f"graphs.precision_file {path} was written by another version of `encoder-service "
-            "calibrate`, which measured other errors: run it again"
-        )
-    return plan
 
 
 def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:

@@ -18,6 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 from rich.markup import escape
@@ -26,7 +27,7 @@ from rich.table import Table
 from actors.engine.budgets import Capacity
 from actors.errors import ConfigError
 from actors.families.registry import read
-from actors.models.load import family_of
+from actors.models.load import check_fp8, family_of
 from actors.models.precision import parse_plan
 from actors.options import EncoderOptions
 from actors.spec.checkpoint import PROCESSOR_FILES
@@ -322,8 +323,8 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     plan = service.graphs.precision_file
     if plan and not os.path.exists(plan):  # also if its folder may not be entered
         yield f"graphs.precision_file {plan} is not on this machine; every encoder node needs it"
-    else:
-        parse_plan(service.graphs)
+    elif found := parse_plan(service.graphs):
+        check_fp8(read(service.model), torch.device("cpu"), found.layers)
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl, but the package nixl is not installed here; every encoder "

@@ -153,16 +153,16 @@ class BlockWeights:
 
 
 def centred_inputs(norm: Affine, linear: Affine) -> tuple[Affine, Affine]:
-    """The same norm and linear layer, but what is between them has a mean near zero, so that FP8
-    rounds smaller numbers. What the mean contributes moves from the norm's shift to the layer's
-    bias. The norm may be over a part of the layer's inputs; then the parts have one shift."""
+    """Moves the mean of the layer's inputs from the norm's shift to the layer's bias, so that FP8
+    rounds smaller numbers. If the norm is over a part of the inputs, all parts have one shift, and
+    what remains of the mean is the layer's new `input_mean`."""
     if linear.input_mean is None:
         return norm, linear
     parts = linear.input_mean.view(-1, len(norm.bias))
     shift = (norm.bias.float() - parts.mean(0)).to(norm.bias.dtype)
     moved = (norm.bias.float() - shift.float()).repeat(len(parts))
     bias = (linear.bias.float() + linear.weight.float() @ moved).to(linear.bias.dtype)
-    mean = linear.input_mean - moved
+    mean = linear.input_mean - moved if len(parts) > 1 else None
     return replace(norm, bias=shift), replace(linear, bias=bias, input_mean=mean)
 
 

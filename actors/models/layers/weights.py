@@ -21,7 +21,8 @@ Expected = dict[str, tuple[int, ...]]
 """Name and shape of every tensor of a tower, without the checkpoint's prefix."""
 
 Fp8Layers = Mapping[str, Tensor | None]
-"""The layers that run in FP8 (see PrecisionPlan), each with the mean of its inputs if known."""
+"""The layers that run in FP8 (see PrecisionPlan), each with the mean of its inputs. Attention has
+none, and linear layers need none."""
 
 NO_FP8: Fp8Layers = {}
 

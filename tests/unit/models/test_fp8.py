@@ -46,6 +46,7 @@ from actors.models.layers.block import (
     centred_inputs,
     computed_by,
 )
+from actors.models.layers.patches import Merger
 from actors.models.layers.weights import Fp8Layers
 from actors.models.load import build, load, tensors
 from actors.models.precision import VERSION, LayerPlan, PrecisionPlan, read_plan, rows_digest
@@ -67,12 +68,13 @@ from encoder_service.config import fit, parse
 from tests.images import jpeg
 
 CPU = torch.device("cpu")
+CPU_ONLY = {"device": "cpu", "num_gpus": 0}
 ENOUGH = 10
 """Rows for FP8, here."""
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32")
 LAYERS: Fp8Layers = {
     "blocks.3.mlp.linear_fc1": torch.linspace(-1, 1, 64).bfloat16(),
-    "merger.linear_fc1": None,
+    "merger.linear_fc1": torch.linspace(-1, 1, 256).bfloat16(),
 }
 
 
@@ -149,6 +151,9 @@ def test_bounds_of_a_norm_and_of_what_follows_it() -> None:
     by_shift = fp8.largest_outputs(none, shift, weight, bias)
     # 7 x 5 - 5 x 7 = 0, but both products may be rounded.
     assert torch.allclose(by_shift, torch.tensor([84 + 0.15 * 84, 0.15 * 70, 2]))
+    # Also with a bias that takes back what the shift contributes.
+    by_shift = fp8.largest_outputs(none, shift, weight, torch.tensor([80.0, 0, 0]))
+    assert torch.allclose(by_shift, torch.tensor([4 + 0.15 * 84, 0.15 * 70, 0]))
 
 
 def test_bounds_of_a_block_follow_its_own_norms() -> None:
@@ -170,13 +175,41 @@ def test_bounds_of_a_block_follow_its_own_norms() -> None:
             assert torch.allclose(found, torch.as_tensor(wanted))
 
 
+def test_every_norm_is_centred_and_bounds_are_those_of_what_it_gives() -> None:
+    torch.manual_seed(0)
+    norms = [Affine(torch.rand(8), torch.randn(8)) for _ in range(3)]
+    means = [30 * torch.randn(8), 30 * torch.randn(8), 30 * torch.randn(32)]
+    qkv, up, merge = (
+        Affine(torch.randn(32, len(mean)), torch.zeros(32), input_mean=mean) for mean in means
+    )
+    plain = Affine(torch.randn(8, 32), torch.zeros(8))
+    layer = bounded_block(BlockWeights(norms[0], qkv, plain, norms[1], up, plain))
+    merger = Merger(norms[2], merge, plain)
+    for before, norm, made, mean in (
+        (norms[0], layer.norm1, layer.qkv, means[0]),
+        (norms[1], layer.norm2, layer.up, means[1]),
+        (norms[2], merger.norm, merger.linears[0], means[2].view(4, 8).mean(0)),
+    ):
+        assert torch.allclose(norm.bias, before.bias - mean, atol=1e-5)
+        assert made.input_bound == fp8.largest_normed(norm.weight, norm.bias)
+    for norm, made, down in (
+        (layer.norm2, layer.up, layer.down),
+        (merger.norm, *merger.linears),
+    ):
+        largest = fp8.largest_outputs(norm.weight, norm.bias, made.weight, made.bias)
+        assert down.input_bound == largest.amax()
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("parts", [1, 4])
-def test_no_input_exceeds_its_bound(activation: Activation, parts: int) -> None:
+@pytest.mark.parametrize("means", [False, True])
+def test_no_input_exceeds_its_bound(activation: Activation, parts: int, *, means: bool) -> None:
     """Not even rows along those of a weight, which give its outputs their largest values."""
     gates = 2 if activation in GATED else 1
     norm = Affine(10 * torch.randn(24), 20 * torch.randn(24))
     up = Affine(torch.randn(40 * gates, 24 * parts), 500 * torch.randn(40 * gates))
+    if means:
+        norm, up = centred_inputs(norm, replace(up, input_mean=30 * torch.randn(24 * parts)))
     up, down = bounded(norm, up, Affine(torch.randn(8, 40), torch.randn(8)))
     assert up.input_bound is not None
     assert down.input_bound is not None
@@ -220,11 +253,14 @@ def test_a_large_neuron_of_a_gated_mlp_costs_the_others_nothing() -> None:
 @pytest.mark.parametrize("parts", [1, 4])
 def test_centred_inputs_give_the_same_outputs_with_smaller_errors(kind: Norm, parts: int) -> None:
     torch.manual_seed(0)
-    norm, x = Affine(torch.rand(64) + 0.5, 4 * torch.randn(64)), torch.randn(400 * parts, 64)
+    shift = (4 * torch.randn(64)).bfloat16()
+    norm, x = Affine(torch.rand(64) + 0.5, shift), torch.randn(400 * parts, 64)
     linear = Affine(torch.randn(80, 64 * parts), torch.randn(80))
     outputs, errors = [], []
-    for mean in (None, norm.bias.repeat(parts)):
+    for mean in (None, shift.float().repeat(parts) + torch.randn(64 * parts) / 8):
         before, after = centred_inputs(norm, replace(linear, input_mean=mean))
+        assert before.bias.dtype == torch.bfloat16
+        before = replace(before, bias=before.bias.float())
         bound = fp8.largest_normed(before.weight, before.bias)
         after = replace(after, input_bound=bound)
         inputs = NORMS[kind](x, before, 1e-6).view(400, -1)
@@ -232,6 +268,14 @@ def test_centred_inputs_give_the_same_outputs_with_smaller_errors(kind: Norm, pa
         errors.append(relative(after.in_fp8(inputs), outputs[-1]))
     assert torch.allclose(outputs[0], outputs[1], rtol=1e-4, atol=1e-3)
     assert errors[1] < errors[0] / 2
+    if parts == 1:
+        assert after.input_mean is None
+        return
+    assert mean is not None
+    assert after.input_mean is not None
+    # What the common shift does not take away is left for `compensated`.
+    left = mean - (shift.float() - before.bias).repeat(parts)
+    assert torch.allclose(after.input_mean, left, atol=1e-5)
 
 
 @pytest.mark.parametrize("columns", [1, 512])
@@ -253,20 +297,12 @@ def test_a_weight_is_rounded_such_that_its_product_with_the_mean_changes_little(
     assert torch.equal(unchanged.float(), fp8.rounded_weight(weight, scales)[0].float())
 
 
-def test_a_mean_in_one_column_leaves_a_weight_finite() -> None:
-    """Corrections that no rounding can make are cut at the largest number."""
-    mean = torch.zeros(64)
-    mean[5] = 1e4
-    weight = torch.randn(32, 64)
-    values, _ = fp8.rounded_weight(weight, scales_for(torch.tensor(3.0)), mean)
-    assert values.float().isfinite().all()
-
-
 def test_the_emulation_can_be_captured() -> None:
     """As FakeTensorMode shows, it does not wait for the device."""
     with FakeTensorMode():
         x, weight, largest = torch.randn(4, 16), torch.randn(8, 16), torch.tensor(3.0)
-        assert fp8.linear(x, weight, torch.zeros(8), largest).shape == (4, 8)
+        for mean in (None, torch.randn(16)):
+            assert fp8.linear(x, weight, torch.zeros(8), largest, mean).shape == (4, 8)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton has wheels for Linux only")
@@ -390,7 +426,7 @@ def test_calibrate_writes_what_the_service_reads(
     assert cli.main(["calibrate", "configs/tiny.yaml", *images, "--out", str(out)]) == 0
     said = capsys.readouterr().out
     assert "blocks.3.mlp.linear_fc1" in said
-    assert "1 images: others may have larger errors than these. Give at least 6" in said
+    assert "With fewer than 6 images, others may have larger errors than these" in said
     graphs = GraphOptions(precision="fp8", precision_file=str(out))
     plan = read_plan(graphs, TINY)
     assert plan is not None
@@ -431,8 +467,7 @@ def test_a_replica_computes_what_the_plan_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Device, "measuring_seconds", 1e-3)
-    cpu = {"device": "cpu", "num_gpus": 0}
-    item, plain = picture(96), parse({"model": TINY.model_dump(), "encoder": cpu})
+    item, plain = picture(96), parse({"model": TINY.model_dump(), "encoder": CPU_ONLY})
     rows = {}
     for name, graphs in {"bf16": plain.graphs, "fp8": written(tmp_path)}.items():
         engine = open_engine(plain.model_copy(update={"graphs": graphs}), EncoderMetrics())
@@ -534,12 +569,33 @@ def test_options_that_do_not_go_together(given: dict[str, str], message: str) ->
     [
         ({"weights": "of another"}, "for other weights, those of qwen3vl-tiny"),
         ({"layers": []}, "layers: no such key"),
-        ({"version": 1}, "written by another version of `encoder-service calibrate`"),
+        ({"fp8": {"merger.linear_fc1": {"error": 0.1, "means": ""}}}, r"Did you mean mean\?"),
+        ({"fp8": {"merger.linear_fc1": {"error": 0.1, "mean": "AAAA"}}}, "not a whole number"),
+        (
+            {"version": 2, "fp8": ["merger.linear_fc1"], "errors": {"merger.linear_fc1": 0.1}},
+            r"plan\.json was written by another version of `encoder-service calibrate`",
+        ),
     ],
 )
 def test_a_plan_of_something_else(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         read_plan(written(tmp_path, **changes), TINY)
+
+
+@pytest.mark.parametrize("mean", ["", "!!!!!!!!", "AAA=", torch.full((256,), math.nan)])
+def test_a_mean_that_does_not_fit_is_refused_by_check_and_at_start(
+    mean: str | Tensor, tmp_path: Path
+) -> None:
+    layer = {"error": 0.1, "mean": mean}
+    if isinstance(mean, Tensor):
+        layer = LayerPlan.of(0.1, mean.bfloat16()).model_dump(mode="json")
+    graphs = written(tmp_path, fp8={"merger.linear_fc1": layer})
+    service = parse(
+        {"model": TINY.model_dump(), "encoder": CPU_ONLY, "graphs": graphs.model_dump()}
+    )
+    for read_it in (lambda: list(missing(service)), lambda: open_engine(service, EncoderMetrics())):
+        with pytest.raises(ConfigError, match=r"the mean of merger\.linear_fc1 does not fit"):
+            read_it()
 
 
 def test_calibrate_says_what_is_wrong_before_it_measures(
@@ -562,8 +618,9 @@ def test_check_warns_of_a_plan_elsewhere_and_refuses_one_that_cannot_be_read(
 ) -> None:
     path = tmp_path / "plan.json"
     graphs = GraphOptions(precision="fp8", precision_file=str(path))
-    cpu = {"device": "cpu", "num_gpus": 0}
-    service = parse({"model": TINY.model_dump(), "encoder": cpu, "graphs": graphs.model_dump()})
+    service = parse(
+        {"model": TINY.model_dump(), "encoder": CPU_ONLY, "graphs": graphs.model_dump()}
+    )
     (warning,) = missing(service)
     assert warning == (
         f"graphs.precision_file {path} is not on this machine; every encoder node needs it"
