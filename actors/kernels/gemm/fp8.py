@@ -105,7 +105,7 @@ def rounded_weight(
 
 
 def compensated(exact: Tensor, mean: Tensor) -> Tensor:
-    """`exact` [n, k], rounded to e4m3 such that its product with `mean` [k] changes little.
+    """`exact` [n, k], rounded to e4m3 such that its product with `mean` [k] changes less.
 
     Columns are rounded in groups, those with the largest means first. What the product lacks after
     a group is added to the remaining columns, in proportion to their means. This is GPTQ (arXiv
@@ -131,7 +131,7 @@ def linear(
 ) -> Tensor:
     """The reference of a linear layer in FP8, on any device: multiplies quantised values in
     float32. `largest`: the bound of x, a scalar or one number per column. `mean` [columns]: that of
-    x. The weight is rounded such that its product with it remains nearly exact."""
+    x. The weight is rounded such that its product with it changes less."""
     scales = scales_for(largest)
     values, factor = rounded_weight(weight, scales, mean)
     made = F.linear(rounded(x, scales).values.float() * factor, values.float(), bias.float())

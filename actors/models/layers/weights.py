@@ -22,7 +22,7 @@ Expected = dict[str, tuple[int, ...]]
 
 Fp8Layers = Mapping[str, Tensor | None]
 """The layers that run in FP8 (see PrecisionPlan), each with the mean of its inputs. Attention has
-none, and linear layers need none."""
+none."""
 
 NO_FP8: Fp8Layers = {}
 
