@@ -194,7 +194,7 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
         log.count(line) - before.count(line) for line in ("decoded a JPEG", "cut an image")
     )
     assert decoded == (0 if files == "a video" else len(images))
-    assert cut == decoded or 1 <= cut < decoded, "vLLM caches patches"
+    assert files == "a video" or 1 <= cut <= decoded  # vLLM caches patches
     assert "the encoder service's code" not in (engines.folder / "whole.log").read_text()
     assert "vLLM encodes an item itself" not in log
 

@@ -24,7 +24,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.params import ChatParams
 from vllm.renderers.registry import RENDERER_REGISTRY
 
-from encoder_service.engines import vllm_pixels
+from encoder_service.engines import vllm_pixels, vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
 from encoder_service.engines.vllm_local import RAW_PIXELS
 from tests.engines import checkpoint
@@ -87,9 +87,10 @@ def renderers(
             patch.setenv(name, value)
         patch.setattr(RENDERER_REGISTRY, "renderers", dict(RENDERER_REGISTRY.renderers))
         patch.setattr(MEDIA_CONNECTOR_REGISTRY, "name2class", {"http": MediaConnector})
+        use_stock_code(patch)  # restored after this family
         stock = renderer_from_config(config(folder, None))
-        vllm_pixels.register()
-        vllm_pixels.register()
+        vllm_plugin.register()
+        vllm_plugin.register()
         yield Renderers(folder, stock, renderer_from_config(config(folder, "local")))
 
 
@@ -108,10 +109,6 @@ def config(folder: Path, place: str | None, **options: Any) -> Any:
     ).create_engine_config()
 
 
-def processor(renderer: Any) -> Any:
-    return renderer.get_mm_processor().info.get_hf_processor()
-
-
 def rendered(renderer: Any, *files: bytes, **extras: Any) -> Any:
     """What vLLM's server makes of a chat."""
     parts: list[Any] = [{"type": "text", "text": "What?"}]
@@ -125,9 +122,15 @@ def rendered(renderer: Any, *files: bytes, **extras: Any) -> Any:
     return asyncio.run(rendering)[1][0]
 
 
+def use_stock_code(patch: pytest.MonkeyPatch) -> None:
+    patch.setitem(MEDIA_CONNECTOR_REGISTRY.name2class, "http", MediaConnector)
+    for name, method in vllm_pixels.THEIRS.items():
+        patch.setattr(Qwen2VLImageProcessor, name, method)
+
+
 def by_vllm(renderer: Any, *files: bytes, **extras: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MEDIA_CONNECTOR_REGISTRY.name2class, "http", MediaConnector)
+        use_stock_code(patch)
         return rendered(renderer, *files, **extras)
 
 
@@ -210,7 +213,7 @@ def test_several_images_and_options_of_a_request(
 ) -> None:
     files = jpeg(224, 448), jpeg(448, 224), jpeg(224, 448, "chelsea.png")
     found = rendered(renderers.local, *files, **extras)
-    assert work() in ((3, 3), (3, 0)), "vLLM may have a processor of its own for the options"
+    assert work() == (3, 3)
     assert_equal(found, by_vllm(renderers.stock, *files, **extras))
 
 
@@ -224,10 +227,34 @@ def test_videos_are_vllms(renderers: Renderers, work: Any) -> None:
 @pytest.mark.parametrize("place", [None, "remote"])
 def test_it_is_off_unless_place_is_local(renderers: Renderers, place: str | None) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(MEDIA_CONNECTOR_REGISTRY.name2class, "http", MediaConnector)
-        made = renderer_from_config(config(renderers.folder, place))
-        assert type(processor(made).image_processor) is Qwen2VLImageProcessor
+        use_stock_code(patch)
+        renderer_from_config(config(renderers.folder, place))
         assert MEDIA_CONNECTOR_REGISTRY.name2class == {"http": MediaConnector}
+        for name, method in vllm_pixels.THEIRS.items():
+            assert getattr(Qwen2VLImageProcessor, name) is method
+
+
+def test_another_media_connector_keeps_vllms_code(
+    renderers: Renderers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_stock_code(monkeypatch)
+    monkeypatch.setenv("VLLM_MEDIA_CONNECTOR", "mine")
+    monkeypatch.setitem(MEDIA_CONNECTOR_REGISTRY.name2class, "mine", MediaConnector)
+    monkeypatch.setattr(vllm_plugin.log, "warning", lambda *line: warnings.append(str(line)))
+    warnings: list[str] = []
+    renderer_from_config(config(renderers.folder, "local"))
+    (warning,) = warnings
+    assert "does not call load_bytes, process_image" in warning
+    assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector
+
+
+def test_our_code_outlives_the_processors_that_vllm_caches(renderers: Renderers, work: Any) -> None:
+    for pixels in range(130):  # vLLM caches 128
+        extras = {"mm_processor_kwargs": {"max_pixels": 4096 + 1024 * pixels}}
+        rendered(renderers.local, jpeg(64, 64), **extras)
+    work()
+    rendered(renderers.local, jpeg(160, 128))
+    assert work() == (1, 1)
 
 
 @pytest.mark.parametrize("raw", [False, True])

@@ -6,8 +6,11 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from io import BytesIO
 from types import ModuleType, SimpleNamespace
@@ -19,6 +22,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from encoder_service.engines import vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
 from tests.images import encoded, jpeg, jpeg_segments, opened, photograph
 from tests.without_torchvision import processor
@@ -54,26 +58,33 @@ class ImageMediaIO:
 
 class MediaConnector:
     def load_from_url(self, url: str, media_io: Any, *, fetch_timeout: int | None = None) -> Any:
-        return media_io.load_bytes(FILES[url])
+        data = FILES[url] if url in FILES else b64decode(url.partition(",")[2])
+        return media_io.load_bytes(data)
 
     async def load_from_url_async(
         self, url: str, media_io: Any, *, fetch_timeout: int | None = None
     ) -> Any:
         return self.load_from_url(url, media_io, fetch_timeout=fetch_timeout)
 
+    def fetch_image(self, url: str) -> Any:
+        return self.load_from_url(url, ImageMediaIO(), fetch_timeout=5)
+
 
 class Registry:
     def __init__(self) -> None:
         self.name2class: dict[str, type] = {"http": MediaConnector}
 
-    def register(self, name: str) -> Any:
-        return lambda kind: self.name2class.update({name: kind})
+    def load(self, name: str) -> Any:
+        return self.name2class[name]()
+
+
+PATCHIFY = type(processor("qwen2_vl", "Qwen2VLImageProcessor")).patchify
 
 
 class Qwen2VLImageProcessor:
     """transformers' patches, without resizing."""
 
-    patchify = type(processor("qwen2_vl", "Qwen2VLImageProcessor")).patchify
+    patchify = PATCHIFY
     patch_size, merge_size = 14, 2
 
     def process_image(self, image: Any, device: Any = None) -> Tensor:
@@ -101,8 +112,11 @@ class HfRenderer:
 @pytest.fixture
 def pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """encoder_service.engines.vllm_pixels as vLLM would load it, and the stand-ins."""
+    for method in ("process_image", "patchify"):  # restored after each test
+        monkeypatch.setattr(Qwen2VLImageProcessor, method, getattr(Qwen2VLImageProcessor, method))
+    options = SimpleNamespace(VLLM_MAX_IMAGE_PIXELS=10**6, VLLM_MEDIA_CONNECTOR="http")
     contents: dict[str, dict[str, Any]] = {
-        "vllm": {"envs": SimpleNamespace(VLLM_MAX_IMAGE_PIXELS=10**6)},
+        "vllm": {"envs": options},
         "vllm.multimodal": {},
         "vllm.multimodal.media": {
             "MEDIA_CONNECTOR_REGISTRY": Registry(),
@@ -130,11 +144,6 @@ def config(place: str | None = "local", connector: str = CONNECTOR["ec_connector
     extra = {} if place is None else {"place": place}
     transfer = SimpleNamespace(ec_connector=connector, get_from_extra_config=extra.get)
     return SimpleNamespace(ec_transfer_config=transfer, image_processor=Qwen2VLImageProcessor())
-
-
-def connectors(pixels: Any) -> dict[str, type]:
-    found: dict[str, type] = pixels.MEDIA_CONNECTOR_REGISTRY.name2class
-    return found
 
 
 FILES = {
@@ -193,12 +202,26 @@ def test_only_images_for_rgb_are_ours(pixels: Any) -> None:
     assert pixels.jpeg_io(unknown) is unknown
 
 
-@pytest.mark.parametrize("name", ["160x128", "orientation 6"])
+@pytest.mark.parametrize("name", ["160x128", "orientation 6", "truncated"])
 def test_an_image_is_charged_once(pixels: Any, name: str) -> None:
     charged: list[int] = []
     theirs = ImageMediaIO(decoded_budget=SimpleNamespace(charge=charged.append))
-    pixels.jpeg_io(theirs).load_bytes((FILES | NOT_OURS)[name])
-    assert charged == [160 * 128 * 4 if name == "160x128" else 241 * 173 * 4]
+    with suppress(OSError):  # Pillow's, of the truncated one
+        pixels.jpeg_io(theirs).load_bytes((FILES | NOT_OURS)[name])
+    assert charged == [241 * 173 * 4 if name == "orientation 6" else 160 * 128 * 4]
+    assert theirs.decoded_budget is not None
+
+
+def test_an_image_beyond_the_budget_is_not_decoded(
+    pixels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def charge(size_bytes: int) -> None:
+        raise ValueError("too much")
+
+    monkeypatch.setattr(pixels, "plain_jpeg", None)
+    theirs = ImageMediaIO(decoded_budget=SimpleNamespace(charge=charge))
+    with pytest.raises(ValueError, match="too much"):
+        pixels.jpeg_io(theirs).load_bytes(FILES["160x128"])
 
 
 @pytest.mark.parametrize(("patch", "merge", "temporal"), [(14, 2, 2), (16, 2, 2), (8, 1, 1)])
@@ -207,13 +230,13 @@ def test_an_image_is_charged_once(pixels: Any, name: str) -> None:
 def test_patches_equal_those_of_transformers(
     pixels: Any, patch: int, merge: int, temporal: int, shape: tuple[int, int], last: bool
 ) -> None:
-    ours = type("Ours", (pixels.OwnPatches, Qwen2VLImageProcessor), {})()
     height, width = (side * patch * merge for side in shape)
     images = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
     given = images if last else images.contiguous()
     names = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": temporal}
-    found, *grid = ours.patchify(given, **names)
-    expected, *expected_grid = Qwen2VLImageProcessor().patchify(images, **names)
+    found, *grid = pixels.patchify(None, given, **names)
+    assert pixels.used == {"patchify": 1}
+    expected, *expected_grid = PATCHIFY(Qwen2VLImageProcessor(), images, **names)
     assert grid == expected_grid
     assert found.dtype == expected.dtype
     assert found.equal(expected)
@@ -222,36 +245,52 @@ def test_patches_equal_those_of_transformers(
 def test_transformers_cuts_what_are_not_bytes_of_one_image(
     pixels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours = type("Ours", (pixels.OwnPatches, Qwen2VLImageProcessor), {})()
     monkeypatch.setattr(pixels, "cut_blocks", None)
-    monkeypatch.setattr(Qwen2VLImageProcessor, "patchify", lambda self, x, **sizes: (x, sizes))
+    monkeypatch.setitem(pixels.THEIRS, "patchify", lambda self, x, **sizes: (x, sizes))
     sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     for images in (
         torch.zeros(1, 3, 28, 28),
         torch.zeros(2, 3, 28, 28, dtype=torch.uint8),
         torch.zeros(1, 4, 28, 28, dtype=torch.uint8),
         torch.zeros(1, 3, 28, 29, dtype=torch.uint8),
+        torch.zeros(1, 3, 28, 28, dtype=torch.uint8, device="meta"),
     ):
-        assert ours.patchify(images, **sizes) == (images, sizes)
+        assert pixels.patchify(None, images, **sizes) == (images, sizes)
 
 
-def test_place_local_uses_both(pixels: Any, caplog: pytest.LogCaptureFixture) -> None:
-    vllm, plain = config(), Qwen2VLImageProcessor()
+def test_an_image_that_was_changed_or_is_for_a_device_is_read_by_transformers(pixels: Any) -> None:
+    image = pixels.JpegIO().load_bytes(FILES["160x128"]).media
+    rows = pixels.process_image(Qwen2VLImageProcessor(), image, device="cpu")
+    assert pixels.used == {"load_bytes": 1}
+    assert rows.equal(pixels.process_image(Qwen2VLImageProcessor(), image))
+    assert pixels.used == {"load_bytes": 1, "process_image": 1}
+    image.thumbnail((32, 32))
+    assert pixels.process_image(Qwen2VLImageProcessor(), image).shape[1:] == (26, 32)
+
+
+def stock(pixels: Any) -> bool:
+    """Whether vLLM's and transformers' own code is in use."""
+    methods = all(
+        getattr(Qwen2VLImageProcessor, name) is pixels.THEIRS[name] for name in pixels.OURS
+    )
+    connectors = pixels.MEDIA_CONNECTOR_REGISTRY.name2class
+    return methods and connectors == {"http": MediaConnector}
+
+
+def test_place_local_uses_our_code(pixels: Any, caplog: pytest.LogCaptureFixture) -> None:
+    vllm, image = config(), opened("astronaut.png")
+    before = [Qwen2VLImageProcessor()([image], **given) for given in ({}, {"do_rescale": False})]
     with caplog.at_level("INFO", "vllm.encoder_service"):
-        made = pixels.renderer(vllm, None)
-    assert type(made) is HfRenderer
-    ours = made.processor.image_processor
-    assert isinstance(ours, pixels.OwnPatches)
-    assert connectors(pixels) == {"http": pixels.JpegConnector}
+        made = vllm_plugin.renderer(vllm, None)
+        assert type(made) is HfRenderer
+        vllm_plugin.renderer(config(), None)  # another one of the process
+    assert not stock(pixels)
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
-    image = pixels.JpegConnector().load_from_url("a photograph", ImageMediaIO()).media
-    for options in ({}, {"do_rescale": False}):
-        found, expected = ours([image], **options), plain([image.copy()], **options)
+    after = [vllm.image_processor([image], **given) for given in ({}, {"do_rescale": False})]
+    for found, expected in zip(after, before, strict=True):
         assert found["pixel_values"].equal(expected["pixel_values"])
-
-    pixels.use_patchifier(made)  # again, for another renderer of the process
-    pixels.use_decoder(made)
-    assert made.processor.image_processor is ours
+    connector = pixels.MEDIA_CONNECTOR_REGISTRY.load("http")
+    assert hasattr(connector.fetch_image("a photograph").media, "rgb")
 
 
 @pytest.mark.parametrize(
@@ -267,10 +306,8 @@ def test_place_local_uses_both(pixels: Any, caplog: pytest.LogCaptureFixture) ->
 def test_any_other_configuration_changes_nothing(
     pixels: Any, off: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    made = pixels.renderer(off, None)
-    assert type(made) is HfRenderer
-    assert made.processor.image_processor is off.image_processor
-    assert connectors(pixels) == {"http": MediaConnector}
+    assert type(vllm_plugin.renderer(off, None)) is HfRenderer
+    assert stock(pixels)
     assert not caplog.records
 
 
@@ -278,65 +315,96 @@ class OtherProcessor(Qwen2VLImageProcessor):
     pass
 
 
-@pytest.mark.parametrize("what", ["another class", "another layout", "no method", "none"])
-def test_vllm_keeps_a_processor_that_differs(
+WRONG = {
+    "another class": "another OtherProcessor",
+    "no processor": "another NoneType",
+    "no method": "another Qwen2VLImageProcessor",
+    "another method": "does not call patchify",
+    "another layout": "its pixels or patches differ",
+    "another dtype": "its pixels or patches differ",
+    "other pixels": "its pixels or patches differ",
+    "another connector": "does not call load_bytes, process_image",
+    "another method of the connector": "does not call load_bytes, process_image",
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_vllm_keeps_its_code_if_ours_would_differ_or_not_be_called(
     pixels: Any, what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    vllm = config()
+    vllm, theirs = config(), pixels.THEIRS
     if what == "another class":
         vllm.image_processor = OtherProcessor()
-    elif what == "another layout":
-        theirs: Any = Qwen2VLImageProcessor.__call__
+    elif what == "no processor":
+        vllm.image_processor = None
+    elif what == "no method":
+        monkeypatch.setitem(theirs, "patchify", None)
+    elif what == "another method":
+        monkeypatch.setattr(Qwen2VLImageProcessor, "cut", PATCHIFY, raising=False)
+        call: Any = Qwen2VLImageProcessor.__call__
         monkeypatch.setattr(
             Qwen2VLImageProcessor,
             "__call__",
-            lambda self, *args, **options: {
-                key: value.flip(1) if type(self) is Qwen2VLImageProcessor else value
-                for key, value in theirs(self, *args, **options).items()
-            },
+            lambda self, *args, **options: call(Renamed(self), *args, **options),
         )
-    elif what == "no method":
-        monkeypatch.delattr(Qwen2VLImageProcessor, "patchify")
+    elif what in ("another layout", "another dtype"):
+        changed = {"another layout": lambda x: x.flip(1), "another dtype": lambda x: x.short()}
+        monkeypatch.setattr(pixels, "contiguous", lambda x: changed[what](x.contiguous()))
+    elif what == "other pixels":
+        monkeypatch.setattr(pixels, "plain_jpeg", lambda data, image: 255 - np.array(image))
+    elif what == "another connector":
+        monkeypatch.setattr(pixels.envs, "VLLM_MEDIA_CONNECTOR", "mine")
+        pixels.MEDIA_CONNECTOR_REGISTRY.name2class["mine"] = MediaConnector
     else:
-        vllm.image_processor = None
-    made = pixels.renderer(vllm, None)
-    assert made.processor.image_processor is vllm.image_processor
-    assert connectors(pixels) == {"http": MediaConnector}, "or Pillow would decode images again"
-    (record,) = caplog.records
-    assert record.getMessage().startswith("vLLM itself cuts images into patches: ")
-
-
-@pytest.mark.parametrize("why", ["it is not installed", "its pixels differ"])
-def test_vllm_decodes_if_simplejpeg_cannot(
-    pixels: Any, why: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    if why == "it is not installed":
-        monkeypatch.setitem(sys.modules, "simplejpeg", None)
-    else:
-        load = ImageMediaIO.load_bytes
         monkeypatch.setattr(
-            ImageMediaIO,
-            "load_bytes",
-            lambda self, data: MediaWithBytes(ImageOps.invert(load(self, data).media), data),
+            MediaConnector, "fetch_image", lambda self, url: ImageMediaIO().load_bytes(noise(url))
         )
-    made = pixels.renderer(config(), None)
-    assert isinstance(made.processor.image_processor, pixels.OwnPatches)
-    assert connectors(pixels) == {"http": MediaConnector}
+    vllm_plugin.renderer(vllm, None)
+    pixels.MEDIA_CONNECTOR_REGISTRY.name2class.pop("mine", None)
+    assert what == "no method" or stock(pixels)
     (record,) = caplog.records
-    assert record.getMessage().startswith("vLLM itself decodes JPEGs: ")
+    assert record.levelname == "WARNING"
+    assert WRONG[what] in record.getMessage()
+
+
+class Renamed:
+    """A processor whose own code calls `cut` in place of `patchify`."""
+
+    def __init__(self, of: Qwen2VLImageProcessor) -> None:
+        self.process_image = of.process_image
+        self.patch_size, self.merge_size = of.patch_size, of.merge_size
+        self.patchify = partial(PATCHIFY, of)
+
+
+def noise(url: str) -> bytes:
+    return b64decode(url.partition(",")[2])
+
+
+def test_vllm_keeps_its_code_if_ours_cannot_be_imported(
+    pixels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delitem(sys.modules, "encoder_service.engines.vllm_pixels")
+    monkeypatch.delattr(sys.modules["encoder_service.engines"], "vllm_pixels", raising=False)
+    monkeypatch.delitem(sys.modules, "actors.media.jpeg", raising=False)
+    monkeypatch.setitem(sys.modules, "simplejpeg", None)
+    assert type(vllm_plugin.renderer(config(), None)) is HfRenderer
+    (record,) = caplog.records
     assert "simplejpeg" in record.getMessage()
+    assert stock(pixels)
 
 
 def test_the_plugin_replaces_only_vllms_own_renderer(
     pixels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     renderers = sys.modules["vllm.renderers.registry"].RENDERER_REGISTRY.renderers
-    pixels.register()
-    pixels.register()
+    vllm_plugin.register()
+    vllm_plugin.register()
     module, name = renderers["hf"]
-    assert getattr(import_module(module), name) is pixels.renderer
+    assert getattr(import_module(module), name) is vllm_plugin.renderer
     renderers["hf"] = ("another.plugin", "Renderer")
-    pixels.register()
+    vllm_plugin.register()
     assert renderers["hf"] == ("another.plugin", "Renderer")
+    monkeypatch.setitem(sys.modules, "vllm.renderers.registry", ModuleType("without a registry"))
+    vllm_plugin.register()
     monkeypatch.setitem(sys.modules, "vllm.renderers.registry", None)
-    pixels.register()
+    vllm_plugin.register()

@@ -1,0 +1,50 @@
+"""vLLM's plugin for the place "local": images are preprocessed by our code in vLLM's API process.
+
+That process never loads the connector, but all of vLLM's processes load plugins. This one replaces
+vLLM's renderer, which knows the configuration. Unless place is local, it changes nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+from encoder_service.engines.vllm import CONNECTOR
+
+log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
+
+RENDERER = ("vllm.renderers.hf", "HfRenderer")
+
+
+def register() -> None:
+    """The entry point. May be called several times. Must not raise, because that would end vLLM."""
+    with suppress(ImportError, AttributeError):
+        from vllm.renderers.registry import RENDERER_REGISTRY
+
+        # `register` would log a warning in every vLLM that has this package.
+        if RENDERER_REGISTRY.renderers.get("hf") == RENDERER:
+            RENDERER_REGISTRY.renderers["hf"] = (__name__, "renderer")
+
+
+def renderer(config: Any, tokenizer: Any) -> Any:
+    """vLLM's own renderer. If place is local, our code preprocesses images from now on."""
+    from vllm.renderers.hf import HfRenderer
+
+    made = HfRenderer(config, tokenizer)
+    transfer = getattr(config, "ec_transfer_config", None)
+    if (
+        transfer is None
+        or transfer.ec_connector != CONNECTOR["ec_connector"]
+        or transfer.get_from_extra_config("place", None) != "local"
+    ):
+        return made
+    try:
+        from encoder_service.engines.vllm_pixels import use
+
+        use(made)
+    except Exception as error:
+        log.warning("vLLM's own code decodes JPEGs and cuts patches, because: %r", error)
+    else:
+        log.info("the encoder service's code decodes JPEGs and cuts patches")
+    return made
