@@ -1,5 +1,5 @@
-"""Decodes plain JPEGs. Also in vLLM's process (encoder_service/engines/vllm_pixels.py), which lacks
-what other media need.
+"""Decodes plain JPEGs. Not in image.py, because vLLM's process decodes them with this, too
+(encoder_service/engines/vllm_pixels.py), and lacks av and pillow-heif.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class PrecisionPlan(Options):
     """
 
     version: int
-    """VERSION."""
+    """Must be VERSION."""
     model: str
     weights: str
     """`weights_digest` of the checkpoint. The plan is valid for these weights only, whatever the

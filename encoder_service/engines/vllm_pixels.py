@@ -46,7 +46,7 @@ def use(renderer: Any) -> None:
         return
     processor = renderer.get_mm_processor().info.get_hf_processor().image_processor
     if type(processor) is not Qwen2VLImageProcessor or None in THEIRS.values():
-        raise TypeError(f"the image processor is another {type(processor).__name__}")
+        raise TypeError(f"{type(processor).__name__} is not the image processor that we replace")
     expected, before = preprocessed(processor), registered["http"]
     registered["http"] = JpegConnector
     for name, method in OURS.items():
@@ -57,7 +57,7 @@ def use(renderer: Any) -> None:
         if unused := {"load_bytes", *OURS} - used.keys():
             raise RuntimeError(f"vLLM or transformers does not call {', '.join(sorted(unused))}")
         if any(a.dtype != b.dtype or not a.equal(b) for a, b in zip(found, expected, strict=True)):
-            raise ValueError("its pixels or patches differ from ours")
+            raise ValueError("vLLM's pixels or patches differ from ours")
     except Exception:
         registered["http"] = before
         for name, method in THEIRS.items():
@@ -135,7 +135,8 @@ class JpegIO(ImageMediaIO):  # type: ignore[misc]
         image = plain(data)
         if image is None:
             return super().load_bytes(data)
-        if budget := getattr(self, "decoded_budget", None):  # of the request, from vLLM 0.33 on
+        budget = getattr(self, "decoded_budget", None)  # of the request, from vLLM 0.33 on
+        if budget is not None:
             budget.charge(image.width * image.height * 4)
             self.decoded_budget = None  # of this copy, so that nothing is charged twice
         image.rgb = plain_jpeg(data, image)

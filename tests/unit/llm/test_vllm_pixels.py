@@ -316,13 +316,13 @@ class OtherProcessor(Qwen2VLImageProcessor):
 
 
 WRONG = {
-    "another class": "another OtherProcessor",
-    "no processor": "another NoneType",
-    "no method": "another Qwen2VLImageProcessor",
+    "another class": "OtherProcessor is not the image processor",
+    "no processor": "NoneType is not the image processor",
+    "no method": "Qwen2VLImageProcessor is not the image processor",
     "another method": "does not call patchify",
-    "another layout": "its pixels or patches differ",
-    "another dtype": "its pixels or patches differ",
-    "other pixels": "its pixels or patches differ",
+    "another layout": "vLLM's pixels or patches differ",
+    "another dtype": "vLLM's pixels or patches differ",
+    "other pixels": "vLLM's pixels or patches differ",
     "another connector": "does not call load_bytes, process_image",
     "another method of the connector": "does not call load_bytes, process_image",
 }
