@@ -371,7 +371,8 @@ def vllm(
     log."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    # `vllm serve`: the module of the API server ignores --api-server-count.
+    command = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model]
     command += ["--host", "127.0.0.1", "--port", str(port), *options]
     if place is not None:
         settings = CONNECTOR | {"ec_connector_extra_config": place}

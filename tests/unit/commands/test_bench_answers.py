@@ -292,10 +292,10 @@ def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A package named vllm, whose server is what a test writes there."""
-    folder = tmp_path / "vllm" / "entrypoints" / "openai"
+    folder = tmp_path / "vllm" / "entrypoints" / "cli"
     folder.mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
-    return folder / "api_server.py"
+    return folder / "main.py"
 
 
 SERVER = """
