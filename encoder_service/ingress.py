@@ -129,7 +129,7 @@ class RouterBackend:
         self.own = own
         self.check_room = router.check_room
         self.release = router.release
-        self.place = router.rows_place
+        self.place = router.place
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False

@@ -69,7 +69,7 @@ class Backend(Protocol):
 
     async def release(self, reference: str) -> None: ...
 
-    def place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""
 
     async def ready_replicas(self) -> int:
@@ -219,9 +219,9 @@ class Service:
         deadline = Deadline(self.fetch_seconds, "try again, or let the id expire")
         await deadline.keep(self.backend.release(reference))
 
-    def place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""
-        return self.backend.place(reference)
+        return await self.backend.place(reference)
 
     async def _admit(
         self,

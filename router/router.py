@@ -141,13 +141,9 @@ class Router:
         """As `release`, for many ids. Errors are ignored: what is not released expires."""
         await asyncio.gather(*map(self._fleet.release, references), return_exceptions=True)
 
-    def rows_place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         """Where the rows of an id are served. Raises NotFound, or Unavailable (retryable)."""
         return self._fleet.rows_place(reference)
-
-    async def place(self, reference: str) -> RowsPlace:
-        """As `rows_place`, for handles: Serve would run that in a thread."""
-        return self.rows_place(reference)
 
     async def status(self) -> RouterStatus:
         self._dispatcher.refresh()

@@ -214,7 +214,7 @@ class EncoderCalls:
         self, request: pb.GetPlaceRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetPlaceResponse:
         async with answering(self.service, None, context):
-            place = self.service.place(request.reference)
+            place = await self.service.place(request.reference)
         return pb.GetPlaceResponse(**asdict(place))
 
     async def Release(

@@ -163,7 +163,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         """Where the replica that keeps an id serves its rows, for callers inside the cluster's
         network. Does not say whether the id is kept."""
         service.authorize(*request.headers.getlist("authorization"))
-        return schema.PlaceDocument(**asdict(service.place(reference)))
+        return schema.PlaceDocument(**asdict(await service.place(reference)))
 
     @app.get("/v1/model", responses=schema.ERRORS)
     async def model(request: Request) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Fleet:
     async def release(self, reference: str) -> None:
         raise unknown(reference)
 
-    def place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         raise unknown(reference)
 
     async def ready_replicas(self) -> int:

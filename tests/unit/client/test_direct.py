@@ -81,7 +81,7 @@ class Keeping(Fleet):
     async def release(self, reference: str) -> None:
         self.released += 1
 
-    def place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         self.places += 1
         return self.at
 

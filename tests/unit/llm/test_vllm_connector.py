@@ -62,7 +62,7 @@ class Keeping(Distinct):
         self.kept: dict[str, Kept] = {}
         self.at = RowsPlace("", "")
 
-    def place(self, reference: str) -> RowsPlace:
+    async def place(self, reference: str) -> RowsPlace:
         return self.at
 
     async def encode(
