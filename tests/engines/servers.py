@@ -88,8 +88,8 @@ def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
     from encoder_service.bench.cluster import free_ports  # which SGLang's environment lacks
 
     (port,) = free_ports(1)
-    command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(folder / "model")]
-    command += [*OPTIONS, "--port", str(port)]
+    command = [python, "-m", "vllm.entrypoints.openai.api_server", *OPTIONS]
+    command += ["--model", str(folder / "model"), "--port", str(port)]
     for option, value in options.items():
         command += [f"--{option.replace('_', '-')}"]
         command += [] if value is None else [json.dumps(value)]
