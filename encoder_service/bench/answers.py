@@ -51,7 +51,6 @@ STREAMS_SECONDS = 0.5
 SETTLED = 0.25
 """With a fixed number in flight, answers that end in this first part of the phase do not count."""
 PROMPT = "What is in these pictures? Answer in a few words."
-SEEDS_PER_REQUEST = 16
 Images = list[bytes]
 
 
@@ -155,7 +154,11 @@ class OpenAiServer:
                 async for line in response.content:
                     if not line.startswith(b"data: {"):
                         continue
-                    usage = json.loads(line[6:]).get("usage") or {}
+                    event = json.loads(line[6:])
+                    if error := event.get("error"):
+                        found.error = str(error)[:200]
+                        return found
+                    usage = event.get("usage") or {}
                     if usage.get("completion_tokens", 0) <= seen:
                         continue
                     now = time.perf_counter()
@@ -195,12 +198,15 @@ class Pictures:
         self.pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
 
     async def of(self, kind: Kind, count: int) -> list[Images]:
-        seeds = range(self.made, self.made + count)
-        self.made += count
         if not kind.sizes:
-            return [[] for _ in seeds]
+            return [[] for _ in range(count)]
+        begin, each = self.made, len(kind.sizes)
+        self.made += count * each
         loop = asyncio.get_running_loop()
-        made = [loop.run_in_executor(self.pool, drawn, kind.sizes, seed) for seed in seeds]
+        made = [
+            loop.run_in_executor(self.pool, drawn, kind.sizes, first)
+            for first in range(begin, self.made, each)
+        ]
         found = list(await asyncio.gather(*made))
         if self.repeated:
             random, earlier = Random(self.made), self.earlier[kind]
@@ -211,8 +217,7 @@ class Pictures:
         return found
 
 
-def drawn(sizes: Sequence[Shape], seed: int) -> Images:
-    first = seed * SEEDS_PER_REQUEST
+def drawn(sizes: Sequence[Shape], first: int) -> Images:
     return [picture(*size, first + place) for place, size in enumerate(sizes)]
 
 
@@ -353,7 +358,9 @@ async def connected(
                 model = str(models[0]["id"])
             except aiohttp.ClientConnectorError as error:
                 raise StartError(f"{url}: {unreachable(error)}") from None
-            except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+            except (
+                aiohttp.ClientError, TimeoutError, ValueError, LookupError, TypeError,
+            ) as error:  # fmt: skip
                 raise StartError(f"{url}/v1/models names no model: {error!r}") from error
         if not encoder:
             yield OpenAiServer(name, urls, session, model)

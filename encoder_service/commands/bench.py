@@ -28,7 +28,7 @@ from actors.options import (
 )
 from actors.spec.checkpoint import preset_names
 from actors.types import Dtype, Size
-from encoder_service.bench.mix import VARIANTS, Protocol, parse_mix, picture
+from encoder_service.bench.mix import HEAVY_TAILED, VARIANTS, Protocol, parse_mix, picture
 from encoder_service.bench.report import (
     DEFAULT,
     DEFAULT_MODES,
@@ -58,6 +58,7 @@ ALL = "all"
 ALONE = "alone"
 PLACES = (ALONE, "local")
 INSIDE = "inside"
+MOST_STREAMS = 256
 ENGINE_WIDTH, PREPROCESS_WIDTH, ANSWERS_WIDTH = 118, 112, 112
 LABEL_WIDTH, RUN_WIDTH = 50, 28
 """Widths that the tables need, in characters; a pipe has 80."""
@@ -369,6 +370,7 @@ def add_answers(kinds: Any) -> None:
     )
     parser.add_argument(
         "--vllm",
+        type=shlex.split,
         default="",
         metavar="OPTIONS",
         help="more vLLM options for all of these servers, quoted as one argument",
@@ -429,8 +431,7 @@ def add_answers(kinds: Any) -> None:
     )
     parser.add_argument(
         "--streams",
-        type=int,
-        choices=range(257),
+        type=streams,
         default=8,
         metavar="N",
         help="text streams that run beside images at the first rate, in the last phase; 0: none",
@@ -493,7 +494,7 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
         asyncio.run(measured(name, urls))
     for name in options.place if options.model else ():
         place = options.local | {"place": name} if name != ALONE else None
-        with answers.vllm(options.model, place, shlex.split(options.vllm), console) as url:
+        with answers.vllm(options.model, place, options.vllm, console) as url:
             asyncio.run(measured(name, [url]))
     if inside:
         with cluster(logical_cpus(inside)) as where, service(inside, where):
@@ -506,7 +507,15 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
 
 
 def kinds_of_requests(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
+    if HEAVY_TAILED in text.split(","):
+        raise argparse.ArgumentTypeError(f"{HEAVY_TAILED} is not one size or a sum of sizes")
     return [(kind, [] if kind == "text" else parse_mix(kind)[0]) for kind in text.split(",")]
+
+
+def streams(text: str) -> int:
+    if not text.isdecimal() or int(text) > MOST_STREAMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to {MOST_STREAMS}")
+    return int(text)
 
 
 def settings(text: str) -> dict[str, Any]:

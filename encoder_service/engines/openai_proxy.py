@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,7 +32,7 @@ from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.client.items import ProcessorOptions
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.intake.limits import Buffered
-from encoder_service.wire.formats import WireError, from_base64, read_json
+from encoder_service.wire.formats import WireError, check_json, from_base64, read_json
 
 Json = dict[str, Any]
 
@@ -48,6 +48,8 @@ HOP_BY_HOP = frozenset(
 """Headers of a single connection (RFC 9110 section 7.6.1), and those that httpx sets itself."""
 READY_MADE = ("image_pil", "kwargs_data")
 """Keys besides ..._embeds that hold tensors. kwargs_data belongs to /inference/v1/generate."""
+MOST_VALUES = 2**20
+"""Maximum number of values in a body, as wire/formats.py counts them."""
 UPSTREAM_TIMEOUT_SECONDS = 600
 """Maximum time between two pieces of a response."""
 
@@ -113,8 +115,7 @@ class Proxy:
         try:
             if request.method != "OPTIONS":  # browsers send no key with it, and vLLM asks for none
                 self.tokens.authorize(*request.headers.getlist("authorization"))
-            with ExitStack() as held:
-                take = held.enter_context(self.buffered.hold())
+            with self.buffered.hold() as take:
                 body = await read_body(request, self.limits, take)
                 if request.method == "POST" and request.scope["path"] == CHAT_PATH:
                     body = await self.with_embeddings(body)
@@ -129,6 +130,7 @@ class Proxy:
     async def with_embeddings(self, body: bytes) -> bytes:
         """The request's body with embeddings in place of images; unchanged if it has no images."""
         try:
+            await asyncio.to_thread(check_json, body, MOST_VALUES)
             document = await asyncio.to_thread(read_json, body)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
@@ -212,11 +214,16 @@ def images_of(request: Json) -> list[ChatImage]:
 
 
 def asked_of(request: Json) -> ProcessorOptions:
-    """The sizes in `mm_processor_kwargs`. Applied here, because vLLM does not resize embeddings."""
+    """The sizes in `mm_processor_kwargs`. Applied here, because vLLM does not resize embeddings.
+    Raises InvalidRequest."""
     kwargs = request.get("mm_processor_kwargs")
     given = kwargs if isinstance(kwargs, dict) else {}
-    sized = ("min_pixels", "max_pixels", "max_patches")
-    return cast(ProcessorOptions, {name: given[name] for name in sized if name in given})
+    names = ("min_pixels", "max_pixels", "max_patches")
+    sizes = {name: given[name] for name in names if given.get(name) is not None}
+    for name, size in sizes.items():
+        if not isinstance(size, int) or abs(size) >= 2**63:
+            raise InvalidRequest(f"mm_processor_kwargs.{name} is not a number of pixels or patches")
+    return cast(ProcessorOptions, sizes)
 
 
 def kinds_of(part: Json) -> set[Any]:
@@ -248,6 +255,8 @@ def source_of(part: Json, where: str) -> bytes | str:
     if not isinstance(url, str):
         raise InvalidRequest(f"{where}.image_url needs a url")
     if url.startswith("https://"):
+        if any("\ud800" <= sign <= "\udfff" for sign in url):
+            raise InvalidRequest(f"{where}.image_url has an unpaired surrogate: send valid Unicode")
         return url
     head, comma, data = url.partition(",")
     if not (head.lower().startswith("data:image/") and head.lower().endswith(";base64") and comma):
@@ -269,9 +278,13 @@ def replace_images(found: list[ChatImage], embeddings: list[Embedding]) -> None:
 
 
 def check_other(body: bytes) -> None:
-    """Raises InvalidRequest for ready-made embeddings in a request to another path than chat."""
+    """Raises InvalidRequest for ready-made embeddings in a request to another path than chat, and
+    for a body that would take too much memory once parsed."""
     try:
+        check_json(body, MOST_VALUES)
         document = json.loads(body)
+    except WireError as error:
+        raise InvalidRequest(str(error)) from None
     except ValueError:
         return  # a form, or empty: vLLM reads embeddings from JSON only
     except RecursionError:

@@ -159,7 +159,7 @@ class SglangEncoder:
                     message = await asyncio.to_thread(frames, call, embeddings)
                     await self.deliver(receivers, message)
                 finally:
-                    self.receivers.pop(call.req_id, None)
+                    self.forget(call.req_id, receivers)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as problem:
@@ -195,16 +195,21 @@ class SglangEncoder:
         return receivers
 
     def waiting(self, req_id: str) -> Receivers:
-        """The receivers of a request, known or new. They are forgotten in a while without an
-        /encode."""
+        """Returns the receivers of a request, and creates them if there are none. Without an
+        /encode, they are forgotten after two timeouts."""
         receivers = self.receivers.get(req_id)
         if receivers is None:
             if len(self.receivers) >= MOST_WAITING:
                 raise Overloaded(f"{MOST_WAITING} requests are waiting here: try again later")
             receivers = self.receivers[req_id] = Receivers()
-            forget = partial(self.receivers.pop, req_id, None)
-            asyncio.get_running_loop().call_later(2 * self.limits.timeout_seconds, forget)
+            seconds = 2 * self.limits.timeout_seconds
+            asyncio.get_running_loop().call_later(seconds, self.forget, req_id, receivers)
         return receivers
+
+    def forget(self, req_id: str, receivers: Receivers) -> None:
+        """Leaves those of a later request with the same id alone."""
+        if self.receivers.get(req_id) is receivers:
+            del self.receivers[req_id]
 
     def endpoint(self, host: str, port: int) -> str:
         """Raises InvalidRequest for an address outside of the networks."""

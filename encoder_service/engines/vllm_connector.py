@@ -39,6 +39,7 @@ from encoder_service.engines.vllm_rows import (
     RowLoader,
     RowsAt,
     RowSource,
+    check_cache,
     still_needed,
 )
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
@@ -139,12 +140,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             raise ValueError(
                 f"ec_connector_extra_config.url is {url!r}: it must be the encoder service's URL"
             )
-        multimodal = vllm_config.model_config.multimodal_config
-        if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
-            raise ValueError(
-                "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
-                "use lru"
-            )
+        check_cache(vllm_config)
         self.fetches: dict[str, PendingFetch] = {}
         self.failed: set[str] = set()
         self.spoiled: set[str] = set()
@@ -155,8 +151,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Pairs of a spoiled name and a request that computes the whole item from rows fetched
         later."""
         self.cached: dict[str, tuple[int, int]] = {}
-        """Shapes of our embeddings in vLLM's encoder cache, with those that it evicts in this
-        step."""
+        """Shapes of our embeddings in vLLM's encoder cache, including those that this step
+        evicts."""
         self.evicting = False
         """Whether vLLM may have evicted entries of its encoder cache in this step."""
         extra = vllm_config.ec_transfer_config
@@ -374,8 +370,11 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         feature = request.mm_features[index]
         name = feature.identifier
         rows = the(self.source).begin(reference_of(feature))
-        requests = self.fetches[name].requests if name in self.fetches else set()
-        self.fetches[name] = PendingFetch(rows, 0, requests | {request.request_id})
+        requests = {request.request_id}
+        if before := self.fetches.get(name):
+            requests |= before.requests
+            self.release(before)
+        self.fetches[name] = PendingFetch(rows, 0, requests)
         try:
             return rows.result(TIMEOUT_SECONDS)
         except Exception as error:  # no error may end vLLM's scheduler
@@ -416,15 +415,19 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         fetch.requests.discard(request_id)
         if not fetch.requests:
             del self.fetches[name]
-            source = the(self.source)
-            release = source.release_later if fetch.in_use else source.release
+            self.release(fetch)
 
-            def done(rows: Future[FetchedRows]) -> None:
-                if not rows.cancelled() and not rows.exception():
-                    release(rows.result())
+    def release(self, fetch: PendingFetch) -> None:
+        """Cancels a fetch, or lets the encoder free its rows once it is done."""
+        source = the(self.source)
+        release = source.release_later if fetch.in_use else source.release
 
-            if not fetch.rows.cancel():
-                fetch.rows.add_done_callback(done)
+        def done(rows: Future[FetchedRows]) -> None:
+            if not rows.cancelled() and not rows.exception():
+                release(rows.result())
+
+        if not fetch.rows.cancel():
+            fetch.rows.add_done_callback(done)
 
     def get_ec_connector_stats(self) -> LoadStats | None:
         return self.stats.taken()

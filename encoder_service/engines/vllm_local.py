@@ -42,7 +42,7 @@ from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
-from encoder_service.engines.vllm_rows import still_needed
+from encoder_service.engines.vllm_rows import check_cache, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
@@ -233,11 +233,13 @@ class LocalEncoder:
 def completed(rows: Future[Tensor], answer: Future[Item]) -> None:
     if answer.cancelled():
         return
-    if error := answer.exception():
+    try:
+        found = rows_of(answer.result())
+    except Exception as error:
         failed(rows, error)
         return
     with suppress(InvalidStateError):  # cancelled
-        rows.set_result(rows_of(answer.result()))
+        rows.set_result(found)
 
 
 def failed(rows: Future[Tensor], error: BaseException) -> None:
@@ -390,12 +392,7 @@ def check(vllm_config: Any) -> None:
             f"place is local, which is for one GPU, not {parallel.world_size_across_dp}: use "
             "tensor, pipeline and data parallel sizes of 1, or an encoder service (url)"
         )
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
-        raise ValueError(
-            "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
-            "use lru"
-        )
+    check_cache(vllm_config)
 
 
 def open_encoder(vllm_config: Any) -> LocalEncoder:

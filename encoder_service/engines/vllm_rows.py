@@ -45,8 +45,8 @@ FETCHES_AT_ONCE = 8
 THREADS = 32
 """Threads that fetch, some of which wait for room in the shared memory."""
 ROOM_SECONDS = 1.0
-"""If nothing is freed for this long, those that could free it may be waiting for room
-themselves."""
+"""If nothing is freed for this long, rows are received outside of the shared memory, because the
+requests that hold it may be waiting for these rows."""
 AVOIDED_SECONDS, MOST_AVOIDED = 60.0, 1000
 """How long the front door is asked for the rows of an unreachable replica, and how many such
 replicas are remembered."""
@@ -400,6 +400,16 @@ def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
         for feature in request.mm_features
         if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
     }
+
+
+def check_cache(vllm_config: Any) -> None:
+    """Raises ValueError."""
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
+        raise ValueError(
+            "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
+            "use lru"
+        )
 
 
 def size_of(held: HeldRows) -> int:

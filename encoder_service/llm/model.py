@@ -37,6 +37,10 @@ from encoder_service.llm.prompt import TEXT, Placed, Prompt, prompt
 from encoder_service.llm.schema import ChatCall, ChatEvent, Finish, Piece, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 
+GREEDY_BELOW = 1e-5
+"""Temperatures below this count as 0, as in vLLM. Divided by 1e-38, logits overflow, and sampling
+fails."""
+
 Emit = Callable[[str], None]
 """Called in the generating thread with each piece of the text."""
 
@@ -314,10 +318,9 @@ class Generator:
     def _config(self, sampling: SamplingParams, max_tokens: int) -> GenerationConfig:
         config = copy.deepcopy(self.model.generation_config)
         config.max_new_tokens, config.max_length, config.num_return_sequences = max_tokens, None, 1
-        if sampling.temperature == 0:
-            config.do_sample = False
-        elif sampling.temperature is not None:
-            config.do_sample, config.temperature = True, sampling.temperature
+        if sampling.temperature is not None:
+            config.do_sample = sampling.temperature >= GREEDY_BELOW
+            config.temperature = sampling.temperature
         if not config.do_sample:
             config.temperature = config.top_p = config.top_k = None
         elif sampling.top_p is not None:

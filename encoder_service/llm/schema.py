@@ -40,7 +40,9 @@ MOST_TURNS, MOST_PARTS = 4096, 1024
 MOST_STOP_CHARACTERS = 1000
 """Maximum length of a stop text, because the end of the text is compared with each prefix."""
 MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
-MOST_STOP_TOKENS, MOST_BIASED = 128, 1024
+MOST_STOP_TOKENS, MOST_BIASED = 100, 1024
+"""vLLM ends if a request exceeds its own limits, which are 128 and 1024. It also counts the stop
+tokens of the checkpoint."""
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits of an error message: problems examined, problems named, characters of a key."""
 MESSAGE_PART = 5
@@ -128,7 +130,7 @@ class VllmParams(SamplingParams):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
-    top_k: int | None = Field(None, ge=-1)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     """Tokens to choose from; 0 or -1: all."""
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int = Field(0, ge=0)

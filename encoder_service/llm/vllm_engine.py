@@ -125,8 +125,8 @@ def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
 def identity(media: Media, one: Placed, *, by_id: bool) -> str:
     """A hash that is equal for equal rows. vLLM's caches identify images by it.
 
-    Rows that come by id have another one than those that come by value: the connector would take
-    an item of the same name for its own.
+    Rows by id and rows by value have different hashes, because the connector would otherwise take
+    an item that came by value for its own.
     """
     return hashlib.sha256(repr((media.identity, one.grid_thw, by_id)).encode()).hexdigest()
 

@@ -221,6 +221,47 @@ def test_a_short_answer_is_no_answer() -> None:
     assert asyncio.run(run()).error == "1 tokens instead of 4"
 
 
+def test_an_error_in_a_stream_is_shown() -> None:
+    class Failing(Server):
+        async def chat(self, request: Request) -> Response:
+            return Response('data: {"error": {"message": "the replica was lost"}}\n\n')
+
+    async def run() -> Streamed:
+        async with listening(Failing().app) as url, answers.connected("one", [url]) as one:
+            return await one.ask([], 0, 4)
+
+    assert "the replica was lost" in asyncio.run(run()).error
+
+
+def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hanging(Server):
+        async def models(self, request: Request) -> Response:
+            await asyncio.sleep(1)
+            return JSONResponse({})
+
+    async def run() -> None:
+        async with listening(Hanging().app) as url, answers.connected("one", [url]):
+            pass
+
+    monkeypatch.setattr(answers, "REQUEST_SECONDS", 0.1)
+    with pytest.raises(StartError, match="/v1/models names no model"):
+        asyncio.run(run())
+
+
+def test_requests_with_many_images_share_none() -> None:
+    async def run() -> None:
+        pictures = answers.Pictures(repeated=0)
+        try:
+            requests = await pictures.of(Kind("20", ((32, 32),) * 20), 2)
+            requests += await pictures.of(Kind("1", ((32, 32),)), 2)
+        finally:
+            pictures.pool.shutdown()
+        images = [image for request in requests for image in request]
+        assert len(set(images)) == len(images) == 42
+
+    asyncio.run(run())
+
+
 def test_the_command_measures_running_servers(tmp_path: Path) -> None:
     written = tmp_path / "found.json"
 
@@ -279,12 +320,18 @@ def test_a_service_that_wants_a_token_is_not_started(
         ["--url", "here"],
         ["--model", "m", "--repeated", "1"],
         ["--mix", "big"],
+        ["--mix", "heavy-tailed"],
         ["--local", "chunk_ms"],
+        ["--model", "m", "--vllm", "--port '1"],
+        ["--model", "m", "--streams", "257"],
         ["--url", "a=http://b", "--encoder", "c=http://d"],
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: list[str]) -> None:
-    wrong = {"--mix", "--local"} & set(arguments) or arguments == ["--url", "here"]
+    wrong = {"--mix", "--local", "--vllm", "--streams"} & set(arguments) or arguments == [
+        "--url",
+        "here",
+    ]
     with pytest.raises(SystemExit) if wrong else nullcontext():
         assert cli.main(["bench", "answers", *arguments]) == 1
 

@@ -66,6 +66,36 @@ def test_images_are_sized_as_vllm_would_size_them() -> None:
     told(story)
 
 
+@pytest.mark.parametrize(
+    ("url", "most", "words"),
+    [
+        ("https://a/b", 2**64, "max_pixels"),
+        ("https://a/b", "\ud800", "max_pixels"),
+        ("https://a/\ud800", 65536, "messages[1].content[0]"),
+    ],
+)
+def test_what_cannot_be_sent_to_the_service_is_refused(url: str, most: Any, words: str) -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        part = {"type": "image_url", "image_url": {"url": url}}
+        body = chat(part) | {"mm_processor_kwargs": {"max_pixels": most}}
+        answer = await client.post("/v1/chat/completions", content=json.dumps(body))
+        assert answer.status_code == 400
+        assert words in answer.text
+
+    told(story)
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_body_of_too_many_values_is_refused(path: str) -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        answer = await client.post(path, content=b'{"a": [' + b"[]," * 2**20 + b"[]]}")
+        assert answer.status_code == 400
+        assert "values" in answer.text
+        assert not vllm.bodies
+
+    told(story)
+
+
 def test_what_has_no_images_passes_byte_by_byte() -> None:
     async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
         body = b'{ "model":"m", "messages":[{"role":"user","content":"hi"}] }'

@@ -170,6 +170,21 @@ def test_every_rank_of_a_scheduler_gets_the_rows(early: bool) -> None:
     told(story)
 
 
+def test_a_request_id_can_be_used_again() -> None:
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+        receiver, port = listen(context)
+        named = {"req_id": "r", "receive_count": 1, "receive_url": f"127.0.0.1:{port}"}
+        for _ in range(2):
+            await client.post("/scheduler_receive_url", json=named)
+            await asyncio.sleep(1.2)  # the second time, the first socket would be forgotten by now
+            answer = await client.post("/encode", json=call(jpeg(64, 64), req_id="r"))
+            assert answer.status_code == 200
+            await receiver.recv_multipart()
+        receiver.close()
+
+    told(story, timeout_seconds=1)
+
+
 def test_videos_bring_their_times() -> None:
     clip = replace(
         embedding((3, 4, 4)), type="video", timestamps=(0.25, 0.75, 1.25), second_per_grid_ts=0.5

@@ -14,6 +14,7 @@ import threading
 import time
 from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -814,6 +815,21 @@ def test_rows_that_are_lost_once_a_step_needs_them_are_fetched_again_or_fail_the
     assert scheduler.renewed == {(kept.reference, "s")}
     scheduler.request_finished(again)
     assert not scheduler.renewed
+
+
+def test_a_fetch_that_another_one_replaces_is_released(
+    connector_module: ModuleType, halves: Halves, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduler, _ = halves()
+    (kept,), _ = keep(url)
+    slow, released = Future[Any](), list[Any]()
+    slow.set_running_or_notify_cancel()
+    monkeypatch.setattr(scheduler.source, "release", released.append)
+    scheduler.fetches[kept.reference] = connector_module.PendingFetch(slow, 0, {"a"})
+    assert scheduler.fetched_again(Request("b", [kept.reference], kept.tokens), 0)
+    assert scheduler.fetches[kept.reference].requests == {"a", "b"}
+    slow.set_result("rows")
+    assert released == ["rows"]
 
 
 def test_memory_of_a_replica_that_is_gone_is_closed(halves: Halves, encoders: Encoders) -> None:

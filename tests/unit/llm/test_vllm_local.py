@@ -405,6 +405,21 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
     assert not stubbed.engine.submitted
 
 
+def test_rows_that_do_not_fit_the_device_leave_an_item_to_vllm(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: Item) -> Tensor:
+        raise torch.OutOfMemoryError("no room to concatenate a video's chunks")
+
+    monkeypatch.setattr(import_module("encoder_service.engines.vllm_local"), "rows_of", full)
+    request = stubbed.images("a", "x")
+    assert stubbed.step(request) == []
+    stubbed.submitted(1)
+    stubbed.answer(0)
+    assert stubbed.step(request) == [request]
+    assert stubbed.cache == {}
+
+
 @pytest.mark.parametrize(
     ("preset", "dtype", "exact"),
     [
