@@ -143,7 +143,8 @@ class AsyncClient:
             "on_error": on_error,
             "reference": reference,
             "evs_rate": evs_rate,
-        } | given(options)
+        }
+        sent |= given(options, *sent)
         encode = (self.direct or self.transport).encode
         document = await self.persist(lambda: encode(items, sent))
         return read_items(document)
@@ -176,7 +177,8 @@ class AsyncClient:
     ) -> list[Plan] | list[Plan | ServiceError]:
         """Returns what each source would cost, in order, without encoding it. See `encode`."""
         items = await read_all(sources, request_item, "plan")
-        sent = {"on_error": on_error, "evs_rate": evs_rate} | given(options)
+        sent: dict[str, Any] = {"on_error": on_error, "evs_rate": evs_rate}
+        sent |= given(options, *sent)
         return read_plans(await self.persist(lambda: self.transport.plan(items, sent)))
 
     async def embed(

@@ -109,11 +109,13 @@ Source = File | Video | Frames | Input
 these with options of its own."""
 
 
-def given(options: ProcessorOptions) -> dict[str, Any]:
-    """The options that are not None. Raises TypeError for an unknown option."""
+def given(options: ProcessorOptions, *others: str) -> dict[str, Any]:
+    """The options that are not None. Raises TypeError for an unknown option. `others`: further
+    options of the call, which it names then."""
     for name in options:
         if name not in KWARGS:
-            raise TypeError(f"there is no option {name!r}; options are {', '.join(KWARGS)}")
+            known = ", ".join([*KWARGS, *others])
+            raise TypeError(f"there is no option {name!r}; options are {known}")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -506,7 +506,10 @@ def check_keys(given: Iterable[str], schema: type[BaseModel], where: str) -> Non
     """Raises ConfigError for a key that Serve would silently ignore."""
     unknown = sorted(str(key) for key in set(given) - schema.model_fields.keys())
     if unknown:
-        raise ConfigError(f"{where}: {', '.join(unknown)}: Serve knows no such key")
+        raise ConfigError(
+            f"{where}: {', '.join(unknown)}: Serve knows no such key; there are "
+            f"{', '.join(sorted(schema.model_fields))}"
+        )
 
 
 def check_ports(ports: Sequence[int | None], path: str) -> None:

@@ -43,8 +43,8 @@ def test_a_source_may_have_options_of_its_own() -> None:
         Input(b"file", pixels=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="all Frames are encoded"):
         Input(Frames([b"file"]), fps=2)
-    with pytest.raises(TypeError, match="there is no option"):
-        given({"evs": 0.5})  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match=r"'evs'; options are min_pixels, .*, evs_rate$"):
+        given({"evs": 0.5}, "evs_rate")  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize(
