@@ -221,7 +221,9 @@ class Encoder:
         stalled_seconds = engine.stalled_seconds()
         if not self.pipeline.decoder.alive():
             raise Unavailable("the decoding processes do not start")
-        if not engine.alive() or stalled_seconds > self.options.encoder.max_stall_seconds:
+        if not engine.alive():
+            raise Unavailable("the engine's thread has ended, see this replica's log")
+        if stalled_seconds > self.options.encoder.max_stall_seconds:
             raise Unavailable(
                 f"the engine is stuck: no pack has finished for {stalled_seconds:.0f} s"
             )

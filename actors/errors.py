@@ -47,7 +47,7 @@ class NotFound(ServiceError):
 
 
 class Overloaded(ServiceError):
-    """Too many patches are in flight. Retry later."""
+    """There is no room now, for patches in flight or for embeddings to keep. Retry later."""
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message, retry_after_seconds)

@@ -195,7 +195,7 @@ class Pipeline:
             if not self.writer.caches:
                 return lent
             if later:
-                self._unwritten(media, item, dtype)
+                self._unwritten(media, item, dtype, lend=True)
                 return lent
         embedding = await batch.write(media, item)
         return self._kept(media, embedding) if keep else embedding
@@ -338,14 +338,17 @@ class Pipeline:
         finally:
             del self._filling[key]
 
-    def _unwritten(self, media: Media, item: Item, dtype: Dtype, block: Any = None) -> Embedding:
-        """An embedding that may be answered before its rows are in Ray's shared memory.
+    def _unwritten(
+        self, media: Media, item: Item, dtype: Dtype, block: Any = None, *, lend: bool = False
+    ) -> Embedding:
+        """An embedding that may be answered before its rows are in Ray's shared memory. `lend`:
+        only a cache needs them written.
 
         They are written once somebody asks for them; after the answer if a cache needs them there,
         or if they are in a block, which may be evicted. Each has an object of its own, because
         References has counted it already.
         """
-        write = partial(RowBatch(self.writer, dtype).write, media.emptied, item)
+        write = partial(RowBatch(self.writer, dtype, lend=lend).write, media.emptied, item)
 
         async def after_the_answer(_: Any) -> Embedding:
             await asyncio.sleep(REPLY_SECONDS)

@@ -56,6 +56,8 @@ def planned_ladders(
         units = sizing.view_tokens
     else:
         units = sizing.token_range()[:1]
+    if len(room.budgets) > len(units):  # the last path is for texts, which all have one length
+        units += (next(filter(None, room.budgets[-1])),)
     ladders = []
     for load, budgets, unit in zip(loads, room.budgets, units, strict=True):
         given = tuple(filter(None, budgets))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from actors.errors import InvalidMedia, UnsupportedMedia
-from actors.media.video_file import LEAST_SHARE, container_of
+from actors.media.video_file import LEAST_SHARE, first_stream
 
 PCM = (
     *("pcm_u8", "pcm_s16le", "pcm_s24le", "pcm_s32le", "pcm_f32le", "pcm_f64le"),
@@ -50,29 +50,16 @@ def demuxer(data: bytes) -> str | None:
 
 @contextmanager
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first audio stream. Raises UnsupportedMedia; errors of FFmpeg, also
-    within the `with` block, become InvalidMedia."""
-    name = demuxer(data)
-    if name is None:
-        raise UnsupportedMedia(f"the file is not in a supported audio format: send {CONTAINERS}")
-    with container_of(data, name, "sound", DECODERS) as container:
-        if not container.streams.audio:
-            raise InvalidMedia("the file has no audio stream")
-        stream = container.streams.audio[0]
-        context = stream.codec_context
-        codec = context.codec.canonical_name if context else "of no known name"
-        if codec not in CODECS:
-            raise UnsupportedMedia(
-                f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
-            )
+    """The container and its first audio stream: see `first_stream`."""
+    with first_stream(data, "audio", demuxer(data), CONTAINERS, CODECS, DECODERS) as found:
+        context = found[1].codec_context
         rate, channels = context.sample_rate, context.channels
         if not (LEAST_RATE <= rate <= MOST_RATE and 0 < channels <= MOST_CHANNELS):
             raise UnsupportedMedia(
                 f"the sound has {channels} channels of {rate} samples a second; supported are up "
                 f"to {MOST_CHANNELS} of {LEAST_RATE} to {MOST_RATE}: resample it"
             )
-        context.thread_count = 1  # one thread per sound: several are decoded at a time
-        yield container, stream
+        yield found
 
 
 def read_seconds(data: bytes, most_seconds: float) -> Fraction:

@@ -161,12 +161,12 @@ def eight_bits(image: Image.Image, tags: Mapping[int, Any]) -> Image.Image:
 
 def opaque(image: Image.Image, alpha: Alpha) -> Image.Image:
     """Converts an image to RGB, on the background `alpha`."""
+    if image.mode == "La":  # premultiplied alpha, which Pillow converts only to LA
+        image = image.convert("LA")
     if alpha == "drop" or not image.has_transparency_data:
         # A transparent colour of a palette changes no RGB value, but makes `convert` warn.
         image.info.pop("transparency", None)
         return image.convert("RGB")
-    if image.mode == "La":  # premultiplied alpha, which Pillow converts only to LA
-        image = image.convert("LA")
     image = image.convert("RGBA")
     canvas = Image.new("RGB", image.size, alpha)
     canvas.paste(image, mask=image.getchannel("A"))

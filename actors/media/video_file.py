@@ -7,11 +7,11 @@ Frames equal those of transformers' PyAV reader, which ignores the rotation that
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import av
 import av.error
@@ -24,7 +24,7 @@ from actors.types import Clip, Size
 CODECS = frozenset({"h264", "hevc", "av1", "vp8", "vp9", "mpeg4", "mpeg2video", "mjpeg"})
 DECODERS = CODECS | {"libdav1d"}
 CONTAINERS = "MP4, MOV, WebM, Matroska, AVI, MPEG-TS, or an animated GIF or WebP"
-LEAST_SHARE = 0.9  # the share of the declared frames that must exist. Edited videos lack some
+LEAST_SHARE = 0.9  # the share of the declared frames that must exist
 MARGIN_PIXELS = 128  # what a codec may add to each side of the declared frame, to fill its blocks
 FREE_PIXELS = 2**20  # what a decoder may always allocate: MPEG-4's needs more than a small frame
 SYNC, PACKET_BYTES = 0x47, 188  # the only signature of MPEG-TS: this byte at this distance
@@ -45,62 +45,76 @@ def demuxer(data: bytes) -> str | None:
 
 
 @contextmanager
-def container_of(data: bytes, name: str, kind: str, decoders: Iterable[str]) -> Iterator[Any]:
-    """Opens a container. Errors of FFmpeg, also within the `with` block, become InvalidMedia.
+def first_stream(
+    data: bytes,
+    kind: Literal["video", "audio"],
+    name: str | None,
+    containers: str,
+    codecs: Collection[str],
+    decoders: Collection[str],
+) -> Iterator[tuple[Any, Any]]:
+    """The container and its first stream of a kind. Raises UnsupportedMedia; errors of FFmpeg, also
+    within the `with` block, become InvalidMedia.
 
+    `name`: FFmpeg's of the container. `containers`: those that are supported, for the message.
     `decoders`: FFmpeg's names of the decoders that it may use while it opens the file. Otherwise it
     would decode streams that are not checked, such as the cover of an MP3.
     """
+    if name is None:
+        raise UnsupportedMedia(f"the file is not in a supported {kind} format: send {containers}")
     only = {"codec_whitelist": ",".join(decoders)}
+    file = BytesIO(data)
     try:
-        with av.open(BytesIO(data), format=name, container_options=only) as container:
-            yield container
+        # Titles may be in any encoding.
+        with av.open(
+            file, format=name, container_options=only, metadata_errors="replace"
+        ) as container:
+            stream = next((one for one in container.streams if one.type == kind), None)
+            if stream is None:
+                raise InvalidMedia(f"the file has no {kind} stream")
+            context = stream.codec_context
+            codec = context.codec.canonical_name if context else "of no known name"
+            if codec not in codecs:
+                raise UnsupportedMedia(
+                    f"the codec {codec} is not supported: use {', '.join(sorted(codecs))}"
+                )
+            context.thread_count = 1  # one thread per file: several are decoded at a time
+            yield container, stream
     except (av.error.FFmpegError, ValueError, IndexError) as error:
         raise InvalidMedia(
-            f"the {kind} cannot be read, it is truncated or corrupt: send the whole file, or "
-            f"encode it again ({error})"
+            f"the {'sound' if kind == 'audio' else kind} cannot be read, it is truncated or "
+            f"corrupt: send the whole file, or encode it again ({error})"
         ) from error
 
 
 @contextmanager
 def opened(data: bytes) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream. Raises UnsupportedMedia; errors of FFmpeg, also
-    within the `with` block, become InvalidMedia."""
-    name = demuxer(data)
-    if name is None:
-        raise UnsupportedMedia(f"the file is not in a supported video format: send {CONTAINERS}")
-    with container_of(data, name, "video", DECODERS) as container:
-        if not container.streams.video:
-            raise InvalidMedia("the file has no video stream")
-        stream = container.streams.video[0]
-        context = stream.codec_context
-        codec = context.codec.canonical_name if context else "of no known name"
-        if codec not in CODECS:
-            raise UnsupportedMedia(
-                f"the codec {codec} is not supported: use {', '.join(sorted(CODECS))}"
-            )
-        context.thread_count = 1  # one thread per video: several are decoded at a time
+    """The container and its first video stream: see `first_stream`."""
+    with first_stream(data, "video", demuxer(data), CONTAINERS, CODECS, DECODERS) as found:
+        _, stream = found
         # Frames may be far larger than in the header, on which the limits were checked.
         width, height = stream.width + MARGIN_PIXELS, stream.height + MARGIN_PIXELS
-        context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
-        yield container, stream
+        stream.codec_context.options = {"max_pixels": str(max(width * height, FREE_PIXELS))}
+        yield found
 
 
 def read_clip(data: bytes, most_frames: int) -> Clip:
     """Size, frame count and rate from the header, without decoding any frame.
 
-    If the container does not declare a frame count, packets are counted, at most `most_frames` + 1.
-    Raises UnsupportedMedia, InvalidMedia.
+    If the container does not declare a frame count, or an edit list hides frames, packets are
+    counted, at most `most_frames` + 1. Raises UnsupportedMedia, InvalidMedia.
     """
     with opened(data) as (container, stream):
         size = Size(stream.width, stream.height)
-        frames = stream.frames
-        if not frames:
+        rate = float(stream.average_rate or stream.guessed_rate or 0)
+        frames, seconds = stream.frames, float((stream.duration or 0) * (stream.time_base or 0))
+        # A video that was cut without encoding it again still declares the frames that were cut.
+        if not frames or 0 < seconds * rate < LEAST_SHARE * frames:
+            frames = 0
             for packet in container.demux(stream):
-                frames += packet.size > 0
+                frames += packet.size > 0 and not packet.is_discard
                 if frames > most_frames:
                     break
-        rate = float(stream.average_rate or stream.guessed_rate or 0)
     if min(size.width, size.height, frames) <= 0 or not rate > 0:
         raise InvalidMedia("the header of the video lacks its size, its frames or their rate")
     return Clip(size, frames, rate)

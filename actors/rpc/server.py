@@ -47,7 +47,8 @@ log = logging.getLogger("ray.serve")
 METADATA_KEY = "rpc"  # key of the endpoint in `record_replica_metadata`
 TOKEN_KEY, LINE_KEY, BEGUN_KEY = "token", "line", "begun"
 """Keys of gRPC metadata. The router sends the first two with a stream: the replica's token, and an
-id of which only its latest stream is alive. The last is sent back before the stream is read."""
+id that stays when the router connects again, so that the new stream replaces the earlier one. The
+replica sends the last one back before it reads the stream."""
 
 MOST_LINES = 1000
 MAX_MESSAGE_BYTES = 2**30  # a reply holds at most 1000 items (limits.max_items) of INLINE_BYTES

@@ -8,7 +8,7 @@ import hmac
 import threading
 from base64 import urlsafe_b64encode
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from secrets import token_bytes, token_urlsafe
 from typing import Any
@@ -107,6 +107,16 @@ class Kept:
         return data.object_ref if isinstance(data, SharedBytes) else None
 
 
+def total_bytes(entries: Iterable[Kept]) -> int:
+    """Memory that entries take together. An object in shared memory counts once, in full."""
+    objects, total = set[object](), 0
+    for kept in entries:
+        shared = kept.shared_object
+        total += kept.own_bytes if shared in objects else kept.size_bytes
+        objects |= {shared} - {None}
+    return total
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """An entry that a reader holds, and its block if its rows are in a BlockMemory too."""
@@ -170,14 +180,14 @@ class References:
                 f"references.max_bytes is {most}; raise it, or take the embedding itself"
             )
         self.expire(now)
+        full = self.bytes + self._added_bytes(kept) > most
+        if full and total_bytes([*map(self._kept.__getitem__, self._holds), kept]) > most:
+            raise Overloaded(
+                "the embeddings that are kept here and being read, or about to be, leave no room "
+                "for this one (references.max_bytes): try again"
+            )
         while self.bytes + self._added_bytes(kept) > most:
-            oldest = next((name for name in self._kept if name not in self._holds), None)
-            if oldest is None:
-                raise Overloaded(
-                    "all embeddings that are kept here are being read, or about to be "
-                    "(references.max_bytes): try again"
-                )
-            self._remove(oldest)
+            self._remove(next(name for name in self._kept if name not in self._holds))
             self._metrics.reference_evictions.inc()
         data = kept.embedding.data
         if isinstance(data, np.ndarray):

@@ -49,6 +49,8 @@ MOST_UNWRITTEN_BYTES = 256 * 2**20
 EVICTED_SHARE = 0.1
 """Share of a folder's `max_bytes` that is evicted at a time, and by which a replica may exceed it.
 """
+ENTRIES, PARTS = f"??/{'[0-9a-f]' * 64}", f"{'[0-9a-f]' * 32}.part"
+"""The files of a folder that are ours. A folder may have others, which are never evicted."""
 ABANDONED_SECONDS = 3600.0
 """Age after which an unfinished file is evicted, because the replica that wrote it has ended."""
 
@@ -104,7 +106,7 @@ class LocalFolder:
     def _evict(self) -> None:
         """Evicts the least recently used, until there is room. Other processes may do the same."""
         found = []
-        for path in (*self.path.glob("??/*"), *self.path.glob("*.part")):
+        for path in (*self.path.glob(ENTRIES), *self.path.glob(PARTS)):
             with suppress(OSError):
                 status = path.stat()
                 if path.suffix != ".part" or time() > status.st_mtime + ABANDONED_SECONDS:

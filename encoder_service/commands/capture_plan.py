@@ -90,8 +90,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     )
     console.print(f"{options.config}:")
     for path, ladder in zip(spec.paths, planned, strict=True):
-        key = "token_budgets" if len(spec.paths) == 1 else f"{path}_token_budgets"
-        console.print(f"{key}: {list(ladder)}", soft_wrap=True, highlight=False)
+        key = "token_budgets" if path == "default" else f"{path}_token_budgets"
+        if path != "text":  # those of texts cannot be configured
+            console.print(f"{key}: {list(ladder)}", soft_wrap=True, highlight=False)
     console.print(f"max_vision_items_per_batch: {room.items}", highlight=False)
     return 0
 

@@ -1,4 +1,4 @@
-"""What an encoder answers when Serve, or a router, asks whether it is well."""
+"""The encoder's answers to health checks of Serve and of routers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from actors.options import EncoderOptions
 
 @dataclass
 class StuckEngine:
-    """It says how long nothing has landed."""
+    """An engine in which no pack has finished for `seconds`."""
 
     seconds: float
     running: bool = True
@@ -40,9 +40,11 @@ def test_one_whose_work_moves_is_well() -> None:
     asked(StuckEngine(59))
 
 
-@pytest.mark.parametrize("engine", [StuckEngine(61), StuckEngine(0, running=False)])
-def test_one_that_is_stuck_is_to_be_replaced(engine: StuckEngine) -> None:
-    with pytest.raises(Unavailable, match="stuck"):
+@pytest.mark.parametrize(
+    ("engine", "why"), [(StuckEngine(61), "for 61 s"), (StuckEngine(0, running=False), "has ended")]
+)
+def test_one_that_is_stuck_is_to_be_replaced(engine: StuckEngine, why: str) -> None:
+    with pytest.raises(Unavailable, match=why):
         asked(engine)
 
 

@@ -523,3 +523,33 @@ def test_rows_that_a_cache_needs_too_are_written_after_the_answer(
         assert torch.equal(tensor(hit), tensor(answer))
 
     asyncio.run(run())
+
+
+def test_lent_rows_that_only_a_shared_cache_needs_are_not_copied_for_ray(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Any] = []
+
+        async def get(self, key: Any, tokens: int | None) -> None: ...
+
+        def put(self, key: Any, embedding: Embedding) -> None:
+            self.keys.append(key)
+
+        def close(self) -> None: ...
+
+    for module in ("actors.pipeline", "actors.store.writer"):
+        monkeypatch.setattr(f"{module}.INLINE_BYTES", 0)
+    monkeypatch.setattr(rig.pipeline.writer, "shared", cache := Cache())
+    copied: list[Any] = []
+    monkeypatch.setattr(writing, "share_together", lambda arrays, _: copied.append(arrays))
+
+    async def run() -> None:
+        (answer,) = (await rig.pipeline.encode([rig.media(128)], "float32", 20, lend=True)).values()
+        assert isinstance(answer, Embedding)
+        await until(lambda: bool(cache.keys))
+
+    asyncio.run(run())
+    rig.pipeline.writer.threads.shutdown()  # after the write
+    assert not copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -27,6 +27,7 @@ from actors.telemetry.tracing import open_spans
 from actors.types import Item, Size
 from encoder_service import cli
 from encoder_service.config import parse
+from tests.checkpoints_clip import write_clip_texts, write_siglip2_texts
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 TINY = "qwen3vl-tiny"
@@ -165,6 +166,22 @@ def test_budgets_of_tiles_and_views_hold_whole_ones_whatever_was_counted(
         assert (budgets[0] == 0, budgets[-1]) == (given[0] == 0, given[-1])
         unit = next(filter(None, given))
         assert all(budget % unit == 0 for budget in budgets[:-1])
+
+
+@pytest.mark.parametrize("write", [write_clip_texts, write_siglip2_texts])
+def test_budgets_of_images_are_learned_beside_those_of_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, write: Callable[[Path], Any]
+) -> None:
+    caplog.set_level(logging.INFO)
+    write(tmp_path / "model")
+    spec = read(ModelOptions(id=str(tmp_path / "model"), output="vector"))
+    room = model_capacity(GraphOptions(), spec)
+    image = next(filter(None, room.budgets[0]))
+    path = written(tmp_path / "sizes", ((image, 0), 1500), ((0, 32), 100), model=spec.id)
+    found = learned(path, room, spec)
+    assert "budgets learned from 1600 items" in caplog.text
+    assert all(budgets[0] == 0 for budgets in found.budgets)
+    assert all(budget % 32 == 0 for budget in found.budgets[1])
 
 
 @pytest.mark.parametrize(

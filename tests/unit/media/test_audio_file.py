@@ -71,6 +71,14 @@ def test_channels_are_averaged(channels: int, format: str) -> None:
     assert np.allclose(ours, each.mean(0), atol=1e-6)
 
 
+def test_titles_need_not_be_utf_8() -> None:
+    data, samples = sound(tones(0.1)), tones(0.1)
+    assert b"Lavf" in data, "the muxer's name, which it writes as metadata"
+    data = data.replace(b"Lavf", b"L\xe4vf")
+    assert read_seconds(data, 60) * RATE == len(samples)
+    assert np.array_equal(decoded(data, RATE, len(samples)), samples)
+
+
 def test_covers_are_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small PNG may take gigabytes."""
     cover = b"\0image/png\0\3\0" + encoded(Image.new("L", (64, 64)), "PNG")

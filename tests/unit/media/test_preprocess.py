@@ -288,6 +288,16 @@ def test_transparency_is_composited(kind: str, alpha: Literal["white", "black"])
         assert difference.max() <= 1
 
 
+@pytest.mark.parametrize("alpha", ["white", "drop"])
+def test_premultiplied_grey_is_decoded(alpha: Literal["white", "drop"]) -> None:
+    data = encoded(Image.new("LA", (30, 20), (100, 255)), "TIFF")
+    kind = (338).to_bytes(2, "little") + (3).to_bytes(2, "little") + (1).to_bytes(4, "little")
+    data = data.replace(kind + b"\2", kind + b"\1")  # ExtraSamples: associated alpha
+    with Image.open(BytesIO(data)) as image:
+        assert image.mode == "La"
+    assert (decode(data, alpha) == 100).all()
+
+
 def test_a_black_logo_on_transparency_is_not_a_black_image() -> None:
     logo = Image.new("RGBA", (60, 40), (0, 0, 0, 0))
     ImageDraw.Draw(logo).ellipse((20, 10, 40, 30), fill=(0, 0, 0, 255))

@@ -51,6 +51,37 @@ def test_the_wanted_frames_come(counting: bytes, wanted: list[int]) -> None:
     assert [number(pixels) for pixels in frames(counting, clip, wanted)] == list(wanted)
 
 
+@pytest.mark.parametrize("hidden", [3, 30])
+def test_frames_that_an_edit_list_hides_do_not_count(hidden: int) -> None:
+    """What a phone or `ffmpeg -c copy` leaves of a video that was trimmed at its start."""
+    clip = read_clip(data := trimmed(hidden), 1000)
+    assert clip.frames in (50, 50 - hidden)  # few are not worth counting
+    assert [number(pixels) for pixels in frames(data, clip, [0, 7])] == [hidden, hidden + 7]
+
+
+def trimmed(hidden: int) -> bytes:
+    file, whole = BytesIO(), video(50, size=(128, 64), counting=True, codec="mpeg4", g="50")
+    with av.open(BytesIO(whole), "r") as given, av.open(file, "w", format="mp4") as output:
+        stream = output.add_stream_from_template(given.streams.video[0])
+        for packet in given.demux(video=0):
+            if packet.size and packet.pts is not None and packet.dts is not None:
+                ticks = round(hidden / 10 / packet.time_base)
+                packet.pts -= ticks
+                packet.dts -= ticks
+                packet.stream = stream
+                output.mux(packet)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("container", ["mp4", "matroska", "avi"])
+def test_titles_need_not_be_utf_8(container: str) -> None:
+    data = video(5, codec="mpeg4", container=container)
+    assert b"Lavf" in data, "the muxer's name, which it writes as metadata"
+    data = data.replace(b"Lavf", b"L\xe4vf")
+    clip = read_clip(data, 1000)
+    assert len(list(frames(data, clip, range(5)))) == 5
+
+
 def test_truncated_files_say_so(counting: bytes) -> None:
     clip = read_clip(counting, 1000)
     with pytest.raises(InvalidMedia, match="truncated"):

@@ -188,6 +188,16 @@ def test_where_everything_is_held_nothing_more_is_kept() -> None:
     assert [store.get(name, 0) is not None for name in names] == [True, False]
 
 
+def test_what_cannot_be_kept_evicts_nothing() -> None:
+    store, metrics = references(4 * ENTRY_BYTES)
+    store.hold(store.keep(kept(1, 1000 + ENTRY_BYTES), 0), 0)
+    others = [store.keep(kept(number), 0) for number in (2, 3)]
+    with pytest.raises(Overloaded, match="no room"):
+        store.keep(kept(4, 1000 + 2 * ENTRY_BYTES), 0)
+    assert all(store.get(name, 0) for name in others)
+    assert sample(metrics, "_evictions_total") == 0
+
+
 def test_what_is_released_while_it_is_held_is_there_for_its_holder_alone() -> None:
     store, _ = references()
     name = store.keep(kept(1), 0)

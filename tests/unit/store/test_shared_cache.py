@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from uuid import uuid4
 
 import numpy as np
 import pytest
@@ -129,24 +130,40 @@ def test_only_its_owner_reads_a_folder_that_a_replica_makes(tmp_path: Path) -> N
     assert [one.stat().st_mode & 0o777 for one in (folder, folder / "na")] == [0o700] * 2
 
 
+def named(number: int) -> str:
+    """A name as long as SharedCache's."""
+    return f"{number:02}".ljust(64, "0")
+
+
 def test_a_folder_keeps_to_its_size_and_evicts_what_was_used_longest_ago(tmp_path: Path) -> None:
     folder = LocalFolder(tmp_path, 10_000)
     for number in range(50):
-        name = f"{number:02}"
+        name = named(number)
         folder.write(name, bytes(1000))
         past = time.time() - 1000 + number
         os.utime(tmp_path / name[:2] / name, (past, past))
-        folder.read("00")
+        folder.read(named(0))
         assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 11_000
-    assert folder.read("00") is not None
-    assert folder.read("49") is not None
-    assert folder.read("01") is None
-    (tmp_path / "abandoned.part").write_bytes(bytes(1000))
-    os.utime(tmp_path / "abandoned.part", (past, past - 3600))
+    assert folder.read(named(0)) is not None
+    assert folder.read(named(49)) is not None
+    assert folder.read(named(1)) is None
+    abandoned = tmp_path / f"{uuid4().hex}.part"
+    abandoned.write_bytes(bytes(1000))
+    os.utime(abandoned, (past, past - 3600))
     again = LocalFolder(tmp_path, 3000)  # with less room, after a restart
-    again.write("50", bytes(1000))
+    again.write(named(50), bytes(1000))
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 3000
     assert not list(tmp_path.glob("*.part"))
+
+
+def test_other_files_of_a_folder_are_never_evicted(tmp_path: Path) -> None:
+    others = [tmp_path / "en" / "thesis.tex", tmp_path / "video.part"]
+    others[0].parent.mkdir()
+    for other in others:
+        other.write_bytes(bytes(5000))
+        os.utime(other, (0, 0))
+    LocalFolder(tmp_path, 1000).write(named(1), bytes(900))
+    assert all(other.exists() for other in others)
 
 
 def test_many_processes_may_share_a_folder(tmp_path: Path) -> None:
@@ -156,9 +173,9 @@ def test_many_processes_may_share_a_folder(tmp_path: Path) -> None:
 
     def work(folder: LocalFolder) -> None:
         for number in range(200):
-            name = f"{number % 37:02}"
-            folder.write(name, name.encode() * 500)
-            if (found := folder.read(name)) not in (None, name.encode() * 500):
+            name = named(number % 37)
+            folder.write(name, name.encode() * 16)
+            if (found := folder.read(name)) not in (None, name.encode() * 16):
                 wrong.append(found or b"")
 
     threads = [threading.Thread(target=work, args=(folder,)) for folder in folders]
