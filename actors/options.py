@@ -321,6 +321,10 @@ class PreprocessOptions(Options):
 AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 
 
+RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
+"""Ray rejects these names among custom resources."""
+
+
 class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
@@ -353,6 +357,11 @@ class DeviceOptions(Options):
             raise ValueError("device is cpu: set num_gpus to 0")
         if self.device == "cuda" and not self.num_gpus:
             raise ValueError("device is cuda: set num_gpus to 1, or device to cpu")
+        if own := RAYS_OWN & self.resources.keys():
+            raise ValueError(
+                f"resources: {', '.join(sorted(own))}: only custom resources go here: set num_cpus "
+                "or num_gpus"
+            )
         return self
 
 

@@ -46,7 +46,8 @@ class RouterMetrics:
             "Items sent to the replica whose cache should hold their embedding.",
         )
         self.rejections = counter(
-            "router_rejections_total", "Requests rejected because too many patches were in flight."
+            "router_rejections_total",
+            "Requests rejected because too many patches were in flight or the queue was too long.",
         )
         self._seen: set[str] = set()
         self._rendering = Lock()

@@ -121,6 +121,12 @@ def row_of_status(status: int) -> ErrorRow:
     return next(rows, ErrorRow("invalid_request", status, Code.INVALID_ARGUMENT, False))
 
 
+def own_path(scope: Scope) -> str:
+    """The path without the application's `route_prefix`, which Serve leaves in it."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 def request_id_of(given: str | None) -> str:
     """The client's own id if it is safe to log, otherwise a new one."""
     if given and re.fullmatch(r"[A-Za-z0-9._:-]{1,128}", given):
@@ -152,7 +158,7 @@ class Envelope:
             return
         headers = Headers(scope=scope)
         origin = Origin(request_id_of(headers.get("x-request-id")), headers.get("traceparent", ""))
-        api = self.counted.get(scope["path"])
+        api = self.counted.get(own_path(scope))
         with self.unsent.hold() as unsent:
             with self.observer.exchange(api, origin, CLIENT_GONE) as exchange:
                 scope.setdefault("state", {}).update(exchange=exchange, unsent=unsent)

@@ -59,8 +59,8 @@ ENVELOPE_BYTES = 2**20
 large gets our own error. gRPC refuses longer messages before they are in memory."""
 CONNECTION_SECONDS = 600
 """Connections are closed after this time, so that clients open new ones. Otherwise ingresses that
-start later would get none. Calls in progress get time to finish."""
-GRACE_SECONDS = 60.0  # added to limits.timeout_seconds, for answers to be sent
+start later would get none. Calls in progress finish first, however long they take."""
+GRACE_SECONDS = 60.0  # added to limits.timeout_seconds when the server stops, to send answers
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 1),  # all ingresses of a node share the port
     ("grpc.max_send_message_length", -1),  # limits.max_response_bytes
@@ -127,7 +127,6 @@ def shared(one: str, other: str) -> bool:
 async def listening(service: Service, options: IngressOptions) -> AsyncIterator[None]:
     host = f"[{options.grpc_host}]" if ":" in options.grpc_host else options.grpc_host
     address = f"{host}:{options.grpc_port}"
-    seconds = service.limits.timeout_seconds + GRACE_SECONDS
     most_bytes = service.limits.max_body_bytes + ENVELOPE_BYTES
     health = HealthCalls(service)
     server = grpc.aio.server(
@@ -136,7 +135,6 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
             *SERVER_OPTIONS,
             ("grpc.max_receive_message_length", most_bytes),
             ("grpc.max_concurrent_streams", options.max_ongoing_requests),  # per connection
-            ("grpc.max_connection_age_grace_ms", round(seconds * 1000)),
         ],
     )
     add_EncoderServicer_to_server(EncoderCalls(service, options.max_ongoing_requests), server)
@@ -155,7 +153,7 @@ async def listening(service: Service, options: IngressOptions) -> AsyncIterator[
         yield
     finally:
         health.stopping.set()
-        await server.stop(seconds)
+        await server.stop(service.limits.timeout_seconds + GRACE_SECONDS)
 
 
 class EncoderCalls:

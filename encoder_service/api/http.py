@@ -20,7 +20,7 @@ from starlette.types import Lifespan, Receive, Scope, Send
 
 from actors.errors import InvalidOption, NotAcceptable
 from encoder_service.api import schema
-from encoder_service.api.errors import Envelope, Fault, error_response, row_of_status
+from encoder_service.api.errors import Envelope, Fault, error_response, own_path, row_of_status
 from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, Take, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
@@ -50,7 +50,7 @@ async def http_exception(request: Request, error: HTTPException) -> Response:
     row, path, detail = row_of_status(error.status_code), request.url.path, error.detail
     if error.status_code == 404:
         detail = "no such path: /docs lists those of this service"
-        if path == CHAT_PATH:
+        if own_path(request.scope) == CHAT_PATH:
             detail = "this service has no language model: set `llm` in its configuration"
     answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
     answer.headers.update(error.headers or {})

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.errors import InvalidOption
 from actors.types import Dtype, Grid, Kind, ProcessorKwargs, Source
-from encoder_service.wire.documents import KWARGS, MOST_COUNT, check_option
+from encoder_service.wire.documents import KWARGS, MOST_COUNT, check_option, short
 from encoder_service.wire.formats import WireError
 
 
@@ -139,7 +139,7 @@ def reason(name: str, problem: Mapping[str, Any]) -> str:
     except WireError as error:
         return str(error)
     said = problem["msg"]
-    return f"{name} cannot be {problem['input']!r:.40}: {said[0].lower()}{said[1:]}"
+    return f"{name} cannot be {short(problem['input'])}: {said[0].lower()}{said[1:]}"
 
 
 class ErrorBody(BaseModel):

@@ -343,7 +343,7 @@ async def encode_one(
         if error.type not in FAULTS_OF_THE_ITEM + RETRIED:
             raise
         return error
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a broken URL, a NUL in a path
         return ServiceError("unreadable", str(error))
     return embedding
 

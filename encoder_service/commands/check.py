@@ -33,8 +33,10 @@ from actors.options import EncoderOptions
 from actors.spec.checkpoint import PROCESSOR_FILES
 from actors.spec.model_spec import ModelSpec
 from actors.store.shared_cache import open_store
+from actors.telemetry.tracing import check_tracing
 from actors.types import PLURALS, Kind, Size
 from encoder_service.api.answer import kwargs_card
+from encoder_service.api.auth import digests
 from encoder_service.commands import add_command
 from encoder_service.config import (
     OPEN_CLUSTER,
@@ -320,6 +322,15 @@ def missing(service: ServiceOptions) -> Iterator[str]:
             open_store(service.cache.shared)
         except ConfigError as error:
             yield f"{error}; every encoder node needs it"
+    try:
+        check_tracing(service.tracing)
+    except ConfigError as error:
+        yield f"{error}; every node needs it"
+    if tokens := service.auth.token_sha256_file:
+        if os.path.exists(tokens):
+            digests(Path(tokens))
+        else:
+            yield f"auth.token_sha256_file {tokens} is not on this machine; every ingress needs it"
     plan = service.graphs.precision_file
     if plan and not os.path.exists(plan):  # also if its folder may not be entered
         yield f"graphs.precision_file {plan} is not on this machine; every encoder node needs it"

@@ -67,7 +67,11 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
 
 def run(options: argparse.Namespace, console: Console) -> int:
     """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
-    if urlsplit(options.upstream).scheme not in ("http", "https"):
+    try:
+        scheme = urlsplit(options.upstream).scheme
+    except ValueError as wrong:
+        raise ConfigError(f"--upstream: {wrong}") from None
+    if scheme not in ("http", "https"):
         raise ConfigError(f"--upstream: {options.upstream!r} must start with http:// or https://")
     try:
         auth = AuthOptions(token_sha256=tuple(options.token_sha256))

@@ -47,7 +47,7 @@ def patch(path: Path) -> str:
     load_all(path)
     document = read_document(path)
     # Clients connect from other pods, to every pod that has a replica.
-    document["http_options"] = document.get("http_options", {}) | {"host": "0.0.0.0"}
+    document["http_options"] = (document.get("http_options") or {}) | {"host": "0.0.0.0"}
     for application in filter(is_ours, document["applications"]):
         application["args"].setdefault("ingress", {})["grpc_host"] = "0.0.0.0"
     document["proxy_location"] = "EveryNode"

@@ -6,6 +6,7 @@ Knows nothing of HTTP, gRPC, models or limits on items.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from reprlib import Repr
 from typing import Any, Literal
 
 from encoder_service.wire.formats import (
@@ -111,6 +112,16 @@ class RequestItem:
         return {name: value for name, value in values.items() if value is not None}
 
 
+class Shortened(Repr):
+    def repr_bytes(self, value: bytes, level: int) -> str:
+        return repr(value[: self.maxstring])
+
+
+short = Shortened().repr
+"""A value of a request for an error message. Unlike `repr`, it is fast for 100 MB, and does not
+raise RecursionError for deeply nested lists."""
+
+
 def is_file(content_type: str) -> bool:
     """Whether the body is one bare file, by its content type."""
     return content_type.lstrip().lower().startswith(tuple(f"{kind}/" for kind in KINDS))
@@ -153,7 +164,7 @@ def parse_item(item: Any, where: str) -> RequestItem:
     options = {name: item[name] for name in KWARGS if name in item}
     data, url, frames = item.get("data"), item.get("url"), item.get("frames")
     if kind not in KINDS:
-        raise WireError(f'{where}.type must be "image", "video" or "audio", not {kind!r}')
+        raise WireError(f'{where}.type must be "image", "video" or "audio", not {short(kind)}')
     if (data is not None) + (url is not None) + (frames is not None) != 1:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):
@@ -174,8 +185,9 @@ def check_option(name: str, value: Any) -> None:
     kinds: tuple[type, ...] = (int,) if name in COUNTS else (int, float)
     if type(value) not in kinds or not 0 < value < MOST_COUNT:
         number = "a whole number" if name in COUNTS else "a number"
-        shown = f"{value!r:.40}"
-        raise WireError(f"{name} must be {number} above zero and below {MOST_COUNT}, not {shown}")
+        raise WireError(
+            f"{name} must be {number} above zero and below {MOST_COUNT}, not {short(value)}"
+        )
 
 
 def content(data: Any, where: str) -> bytes:
@@ -192,7 +204,7 @@ def check_keys(given: Document, known: set[str], where: str) -> None:
     """Raises WireError for an unknown key, which is most often a typo."""
     for key in given:
         if key not in known:
-            raise WireError(f"{where} has an unknown key {key!r}; known are {sorted(known)}")
+            raise WireError(f"{where} has an unknown key {short(key)}; known are {sorted(known)}")
 
 
 def name_format(data: bytes) -> str | None:

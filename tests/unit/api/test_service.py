@@ -68,6 +68,15 @@ def test_without_room_a_request_is_refused_before_it_is_read() -> None:
     assert read_bytes == 3
 
 
+def test_requests_below_a_route_prefix_are_counted() -> None:
+    one = service(Fleet())
+    with TestClient(build(one), root_path="/prefix") as http:
+        http.post("/prefix/v1/encode", content=b"", headers={"content-type": "text/plain"})
+        lost = http.post("/prefix/v1/chat/completions")
+    assert 'encoder_requests_total{api="http",code="415"} 1.0' in one.metrics.text()
+    assert "no language model" in lost.json()["error"]["message"]
+
+
 def test_requests_are_counted_by_status() -> None:
     one = service(Fleet())
     with TestClient(build(one)) as http:

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from actors.errors import NotAcceptable
+from actors.errors import InvalidOption, NotAcceptable
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
 from encoder_service.api.http import choose
+from encoder_service.api.schema import request_options
 from encoder_service.wire import documents as wire
 from encoder_service.wire import encoder_pb2 as pb
 from encoder_service.wire.documents import RequestItem
@@ -228,6 +229,24 @@ def test_frames_come_back_as_they_were_sent() -> None:
 def test_broken_requests(body: bytes, message: str) -> None:
     with pytest.raises(WireError, match=message):
         wire.parse_request(body, JSON)
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+@pytest.mark.parametrize("value", [b"\xff" * 10**6, nested(2000)], ids=["large", "deep"])
+def test_wrong_values_are_shown_in_short(value: Any) -> None:
+    with pytest.raises(WireError, match="type must be") as kind:
+        wire.parse_item({"type": value}, "items[0]")
+    with pytest.raises(WireError, match="fps must be") as fps:
+        wire.check_option("fps", value)
+    with pytest.raises(InvalidOption, match="dtype cannot be") as dtype:
+        request_options({"dtype": value})
+    assert max(len(str(one.value)) for one in (kind, fps, dtype)) < 300
 
 
 @pytest.mark.parametrize("fps", [True, 0, [], float("nan"), 2**31])

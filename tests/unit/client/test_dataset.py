@@ -479,6 +479,12 @@ def test_files_that_cannot_be_read_are_recorded(tmp_path: Path) -> None:
     assert "No such file" in text
 
 
+def test_a_source_that_is_no_path_or_url_does_not_end_the_run(tmp_path: Path) -> None:
+    given: list[str | Path] = ["https://[", "nul\0.jpg"]
+    written = write(Caller(tmp_path / "log"), given, tmp_path / "out")
+    assert (written.encoded, written.failed, written.retryable) == (0, 2, 2)
+
+
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe.jpg"
     os.mkfifo(pipe)

@@ -469,6 +469,12 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ),
         ("router: {", "auth: {token_sha256: [me]}\n      router: {", "printf %s TOKEN | sha256sum"),
         (
+            "router: {",
+            "auth: {token_sha256_file: /dev/null}\n      router: {",
+            "auth.token_sha256_file: /dev/null has no token",
+        ),
+        ("num_gpus: 0, ", "num_gpus: 0, resources: {CPU: 1}, ", "encoder: resources: CPU: only"),
+        (
             "id: qwen3vl-tiny",
             "output: vector, id: qwen3vl-tiny",
             "model.output is vector, but the family qwen3_vl has no pooled output",
@@ -499,6 +505,11 @@ def test_check_names_a_tower_that_cannot_be_built(
     [
         ("num_gpus: 0, ", "num_gpus: 0, transport: nixl, ", "nixl is not installed here; every"),
         ("num_gpus: 0, ", "num_gpus: 0, gpu_memory_bytes: 9, ", "has no effect: encoder.device is"),
+        (
+            "router: {",
+            "auth: {token_sha256_file: /nowhere}\n      router: {",
+            "auth.token_sha256_file /nowhere is not on this machine; every ingress needs it",
+        ),
         (
             "router: {",
             "graphs: {token_budgets: [512, 1023]}\n      router: {",

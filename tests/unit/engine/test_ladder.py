@@ -185,13 +185,14 @@ def test_a_line_without_a_count_is_one_image(
         ("", "all counts are 0"),
         ("336x336 0", "all counts are 0"),
         ("1x1000 3", "aspect ratio"),
+        ("\udcff\udcd8", "is not"),  # a photo
     ],
 )
 def test_what_is_wrong_with_a_histogram(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     path = tmp_path / "h"
-    path.write_text(text)
+    path.write_text(text, errors="surrogateescape")
     assert cli.main(["capture-plan", str(path), "--config", str(CONFIGS / "tiny.yaml")]) == 1
     assert message in capsys.readouterr().err
 

@@ -289,6 +289,7 @@ def test_bodies_are_bounded() -> None:
     ("arguments", "wrong"),
     [
         (["proxy", "--upstream", "localhost:1"], "--upstream: "),
+        (["proxy", "--upstream", "http://["], "--upstream: "),
         (["proxy", "--upstream", "http://a", "--encoder", "ftp://b"], "--encoder: "),
         (["sglang", "--encoder", "ftp://b"], "--encoder: "),
         (["sglang", "--network", "10.0.0.1/8"], "--network: "),
