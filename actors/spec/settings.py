@@ -27,6 +27,12 @@ HALVES: Json = {"image_mean": 0.5, "image_std": 0.5}
 IMAGENET_PIXELS: Json = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 """The mean and standard deviation of pixels, if the image processor does not say."""
 
+TEXT_WIDTHS: Mapping[str, int] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), 4096),
+    "cohere2": 8192,
+}
+"""transformers' default of `hidden_size` of `text_config`, by its `model_type`."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
@@ -51,8 +57,12 @@ class ModelSource:
 
     @property
     def text_width(self) -> int:
-        """The width of the language model that reads the embeddings."""
-        return int(self.config["text_config"]["hidden_size"])
+        """The width of the language model that reads the embeddings. Older versions of transformers
+        saved only what differs from the defaults."""
+        text = self.config["text_config"]
+        if "hidden_size" not in text and text.get("model_type") in TEXT_WIDTHS:
+            return TEXT_WIDTHS[text["model_type"]]
+        return int(text["hidden_size"])
 
     def image_processor(
         self,
@@ -62,16 +72,15 @@ class ModelSource:
         normalized: bool = True,
         always_resized: bool = False,
     ) -> Json:
-        """The image processor's settings; transformers 5 saves them in processor_config.json. Null
-        means the default, as in transformers.
+        """The image processor's settings, in transformers' order of precedence; transformers 5
+        saves them in processor_config.json. Null means the default, as in transformers.
 
         `resample`: the only one that is supported; None: any of PIL_RESAMPLING. `always_resized`:
         the processor ignores `do_resize`.
         """
-        settings = self.files.read_json("preprocessor_config.json")
+        settings = (self.files.read_json("processor_config.json") or {}).get("image_processor")
         if settings is None:
-            together = self.files.read_json("processor_config.json") or {}
-            settings = together.get("image_processor") or {}
+            settings = self.files.read_json("preprocessor_config.json") or {}
         fixed = fixed_steps(resample) | {"do_normalize": normalized}
         if always_resized:
             del fixed["do_resize"]
@@ -180,8 +189,8 @@ def processor_name(files: Files) -> str:
     places = [
         together.get("video_processor") or {},
         files.read_json(VIDEO_PROCESSOR_FILE) or {},
-        files.read_json("preprocessor_config.json") or {},
         together.get("image_processor") or {},
+        files.read_json("preprocessor_config.json") or {},
         together,
     ]
     for key, kind in (

@@ -390,24 +390,13 @@ class AveragedFrames(PooledFrames):
 
 
 @dataclass(frozen=True, slots=True)
-class PooledWindows(VideoSizing):
+class PooledWindows(PooledFrames):
     """Each frame fills one tile. Windows of its patches are pooled to tokens (Molmo 2)."""
 
-    picture_pixels: int
     window: int
     """The side of a window in patches."""
     tile_tokens: int
     """The tokens of a budget that a tile takes; see OverlappingTiles."""
-
-    @property
-    def side(self) -> int:
-        return self.picture_pixels // self.patch_size
-
-    def resized(self, size: Size, frames: int) -> Size:
-        return Size(self.picture_pixels, self.picture_pixels)
-
-    def longest_side_patches(self) -> int:
-        return self.side
 
     def plan(self, clip: Clip) -> ItemPlan:
         frames = len(self.indices(clip))

@@ -44,7 +44,7 @@ def kimik25(source: ModelSource) -> ModelSpec:
     side = plain.get("init_pos_emb_height", plain.get("pos_emb_height"))
     if side != plain.get("init_pos_emb_width", plain.get("pos_emb_width")):
         raise ValueError("init_pos_emb_height: only that of init_pos_emb_width is supported")
-    media = (source.files.read_json("preprocessor_config.json") or {}).get("media_proc_cfg", {})
+    media = media_of(source)
     only(media, {"fixed_output_tokens": None}, "the image processor")
     sizing = ShrinkingSizing(
         patch_size=int(plain["patch_size"]),
@@ -58,6 +58,26 @@ def kimik25(source: ModelSource) -> ModelSpec:
         "kimi_k25", HALVES | media, vision, sizing, source.text_width, folder="kimi_vl"
     )
     return replace(model, video=grouped_video(sizing, int(frames), media))
+
+
+def media_of(source: ModelSource) -> Json:
+    """`media_proc_cfg` of the published image processor, or the same keys from what transformers
+    saves."""
+    image = source.image_processor({})
+    if "media_proc_cfg" in image:
+        return dict(image["media_proc_cfg"])
+    video = source.video_processor()
+    only(video, {"size": image.get("size")}, "the video processor")
+    named = {
+        "image_mean": image.get("image_mean"),
+        "image_std": image.get("image_std"),
+        "in_patch_limit": image.get("max_patches"),
+        "patch_limit_on_one_side": image.get("size", {}).get("max_height"),
+        "in_patch_limit_each_frame": video.get("max_patches"),
+        "sample_fps": video.get("fps"),
+        "temporal_merge_kernel_size": video.get("temporal_patch_size"),
+    }
+    return {key: value for key, value in named.items() if value is not None}
 
 
 def merge_size(vision: Json) -> int:

@@ -12,8 +12,6 @@ from actors.spec.checkpoint import Json
 from actors.spec.model_spec import ModelSpec
 from actors.spec.settings import ModelSource, layers_run, only
 
-LLAMA_WIDTH = 4096  # transformers' default width of the language model
-
 
 def llava(source: ModelSource) -> ModelSpec:
     config = source.config
@@ -26,9 +24,8 @@ def llava(source: ModelSource) -> ModelSpec:
     kind, strategy = vision["model_type"], config.get("vision_feature_select_strategy", "default")
     if kind == SIGLIP_TOWER and strategy != "full":
         raise ValueError("vision_feature_select_strategy: SigLIP has no class to drop, only full")
-    width = config["text_config"].get("hidden_size", LLAMA_WIDTH)
     class_tokens = int(kind == CLIP_TOWER and strategy == "full")
-    return one_tile("llava", "llava", source, vision, width, class_tokens)
+    return one_tile("llava", "llava", source, vision, source.text_width, class_tokens)
 
 
 def used(source: ModelSource) -> Json:

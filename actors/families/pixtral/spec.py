@@ -38,7 +38,7 @@ def mistral3(source: ModelSource) -> ModelSpec:
     only(config, {"vision_feature_layer": -1}, "config.json")
     projector = {
         "projector_bias": config.get("multimodal_projector_bias", False),
-        "projector_epsilon": config["text_config"].get("rms_norm_eps", 1e-5),
+        "projector_epsilon": config["text_config"].get("rms_norm_eps", 1e-6),
     }
     return fitted("mistral3", source, projector, config.get("spatial_merge_size", 2))
 

@@ -50,7 +50,11 @@ def strided_video(model: ModelSpec, source: ModelSource) -> ModelSpec:
     smallest, largest = pixel_range(settings, 128 * 28 * 28, 768 * 28 * 28)
     capped = settings.get("cap_pixels_per_frame")
     video = FramePixels(
-        Strided(*frame_settings(settings), FRAMES_PER_GROUP),
+        Strided(
+            *frame_settings(settings),
+            FRAMES_PER_GROUP,
+            num_frames=int(settings.get("num_frames") or 0),
+        ),
         *(model.sizing.patch_size, model.sizing.merge_size, FRAMES_PER_GROUP),
         min_pixels=smallest,
         max_pixels=largest,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from actors.engine.budgets import model_capacity
 from actors.errors import CheckpointError, TooLarge
@@ -397,6 +398,33 @@ def test_keys_that_published_files_leave_out(tmp_path: Path) -> None:
     model = registry.read(options)
     assert model.sizing == OneTile(224, 32, 1, 1, 224, cropped=True, class_tokens=1)
     assert model.vision["num_hidden_layers"] == 12
+
+
+@pytest.mark.parametrize(
+    ("preset", "model_type", "width"),
+    [
+        ("llava15-7b", "llama", 4096),
+        ("llava-next-7b", "mistral", 4096),
+        ("llava-next-video-7b", "llama", 4096),
+        ("smolvlm2-2b", "llama", 4096),
+        ("internvl3-8b", "qwen3", 4096),
+        ("aya-vision-8b", "cohere2", 8192),
+    ],
+)
+def test_a_width_that_published_files_leave_out(
+    tmp_path: Path, preset: str, model_type: str, width: int
+) -> None:
+    """As llava-hf/llava-1.5-7b-hf does: older versions of transformers did not save defaults."""
+    text = {"text_config": {"model_type": model_type}}
+    assert registry.read(changed(tmp_path, preset, "config.json", text)).width == width
+    assert CONFIG_MAPPING[model_type]().hidden_size == width
+
+
+def test_an_epsilon_that_published_files_leave_out(tmp_path: Path) -> None:
+    text = {"model_type": "mistral", "hidden_size": 64}
+    options = changed(tmp_path, "mistral-small31", "config.json", {"text_config": text})
+    theirs = CONFIG_MAPPING["mistral3"](text_config=text).text_config.rms_norm_eps
+    assert registry.read(options).vision["projector_epsilon"] == theirs
 
 
 def test_a_pack_holds_many_small_images() -> None:

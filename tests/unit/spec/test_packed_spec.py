@@ -13,7 +13,7 @@ from actors.errors import CheckpointError, InvalidOption
 from actors.families import registry
 from actors.options import ModelOptions
 from actors.spec.checkpoint import Preset
-from actors.spec.sampling import Evenly
+from actors.spec.sampling import Evenly, Paced
 from actors.spec.settings import CLIP_PIXELS
 from actors.spec.sizing import (
     CanvasSizing,
@@ -24,9 +24,11 @@ from actors.spec.sizing import (
     NaflexSizing,
     PackedSizing,
     PatchRange,
+    ShrinkingSizing,
     WindowedSizing,
 )
 from actors.spec.slices import PaddedCrops, ScaledSlices, SquareSlices
+from actors.spec.video import PooledGroups
 from actors.types import ProcessorKwargs
 
 CONFIG, VISION, PROCESSOR = "config.json", "vision_config", "preprocessor_config.json"
@@ -81,6 +83,27 @@ def test_the_pixel_range_under_its_two_names(tmp_path: Path) -> None:
         changed(tmp_path, "qwen2vl-7b", PROCESSOR, size | {"min_pixels": None, "max_pixels": None})
     )
     assert model.sizing == PackedSizing(14, 2, 1, 2)
+
+
+def test_kimi_k25_as_transformers_saves_it(tmp_path: Path) -> None:
+    size = {"max_height": 256, "max_width": 256}
+    image = {"max_patches": 4096, "size": size, "patch_size": 14, "merge_size": 2}
+    video = {"max_patches": 1024, "size": size, "fps": 1, "temporal_patch_size": 2}
+    (tmp_path / BOTH).write_text(json.dumps({"image_processor": image, "video_processor": video}))
+    model = registry.read(changed(tmp_path, "kimik25", CONFIG, {}))
+    assert model.sizing == ShrinkingSizing(14, 2, max_patches=4096, max_side_patches=256)
+    assert isinstance(model.video, PooledGroups)
+    assert (model.video.group, model.video.sampling) == (2, Paced(1.0, 2048))
+    assert model.video.pictures == ShrinkingSizing(14, 2, max_patches=1024, max_side_patches=256)
+
+
+def test_a_number_of_frames_in_the_video_processors_settings(tmp_path: Path) -> None:
+    frames = {"num_frames": 16}
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(frames))
+    model = registry.read(changed(tmp_path, "qwen25vl-7b", CONFIG, {}))
+    assert model.defaults("video")["num_frames"] == 16
+    assert model.video
+    assert len(model.video.sampling.indices(3000, 30.0)) == 16
 
 
 def test_minimax_m3_as_published_and_as_transformers_saves_it(tmp_path: Path) -> None:

@@ -77,6 +77,16 @@ def test_the_processors_settings_are_read(tmp_path: Path, nested: bool) -> None:
     assert (model.mean, model.std) == ((0.1, 0.2, 0.3), (0.25, 0.25, 0.25))
 
 
+def test_processor_config_json_precedes_preprocessor_config_json(tmp_path: Path) -> None:
+    """transformers: ImageProcessingMixin.get_image_processor_dict. Folders that are saved again may
+    have both."""
+    nested = {"image_processor": {"size": {"shortest_edge": 1024, "longest_edge": 2048}}}
+    write(tmp_path, processor=nested, name="processor_config.json")
+    older = {"size": {"shortest_edge": 4096, "longest_edge": 8192}}
+    model = registry.read(write(tmp_path, processor=older))
+    assert model.sizing == PackedSizing(16, 2, 1024, 2048)
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"do_resize": False}, {"do_normalize": False}, {"resample": 2}, {"rescale_factor": 1.0}],
