@@ -321,7 +321,7 @@ class PreprocessOptions(Options):
 AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 
 
-RAYS_OWN = {"CPU", "GPU", "memory", "object_store_memory"}
+BUILT_IN_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 """Ray rejects these names among custom resources."""
 
 
@@ -357,10 +357,10 @@ class DeviceOptions(Options):
             raise ValueError("device is cpu: set num_gpus to 0")
         if self.device == "cuda" and not self.num_gpus:
             raise ValueError("device is cuda: set num_gpus to 1, or device to cpu")
-        if own := RAYS_OWN & self.resources.keys():
+        if own := BUILT_IN_RESOURCES & self.resources.keys():
             raise ValueError(
-                f"resources: {', '.join(sorted(own))}: only custom resources go here: set num_cpus "
-                "or num_gpus"
+                f"resources: {', '.join(sorted(own))}: only custom resources go here: leave it "
+                "out, and set num_cpus or num_gpus"
             )
         return self
 

@@ -55,7 +55,8 @@ class ReadInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     Calls to encoder.v1.Encoder need a valid token before their message is read. Calls to the other
     services need none, so fewer are read at a time and only small messages are accepted. The same
     limits apply to calls that send no media.
-    All handlers become streaming ones, because for others gRPC reads the message before the call.
+    Every handler is wrapped as a streaming one, because gRPC reads the message of a unary request
+    before it calls the handler.
     """
 
     def __init__(self, service: Service, most_bytes: int, stopping: asyncio.Event) -> None:

@@ -110,8 +110,8 @@ these with options of its own."""
 
 
 def given(options: ProcessorOptions, *others: str) -> dict[str, Any]:
-    """The options that are not None. Raises TypeError for an unknown option. `others`: further
-    options of the call, which it names then."""
+    """The options that are not None. Raises TypeError for an unknown option; its message also lists
+    `others`, the options of the call itself."""
     for name in options:
         if name not in KWARGS:
             known = ", ".join([*KWARGS, *others])

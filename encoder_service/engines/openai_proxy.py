@@ -130,8 +130,7 @@ class Proxy:
     async def with_embeddings(self, body: bytes) -> bytes:
         """The request's body with embeddings in place of images; unchanged if it has no images."""
         try:
-            await asyncio.to_thread(check_json, body, MOST_VALUES)
-            document = await asyncio.to_thread(read_json, body)
+            document = await asyncio.to_thread(read_json, body, MOST_VALUES)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
         await asyncio.to_thread(refuse_ready_made, document)

@@ -44,7 +44,7 @@ from encoder_service.engines.openai_proxy import of_encoder
 from encoder_service.intake.limits import Buffered
 from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item, reason
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import WireError, check_json, read_json
+from encoder_service.wire.formats import WireError, read_json
 
 Network = IPv4Network | IPv6Network
 Message = list[bytes | bytearray]
@@ -298,8 +298,7 @@ class SglangEncoder:
 def parse(kind: type[Read], body: bytes) -> Read:
     """Raises InvalidRequest, which names the first wrong key."""
     try:
-        check_json(body, MOST_VALUES)
-        return kind.model_validate(read_json(body))
+        return kind.model_validate(read_json(body, MOST_VALUES))
     except WireError as error:
         raise InvalidRequest(str(error)) from None
     except ValidationError as error:

@@ -403,7 +403,7 @@ def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
 
 
 def check_cache(vllm_config: Any) -> None:
-    """Raises ValueError."""
+    """Raises ValueError for a cache of processed images with which the connector cannot work."""
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
         raise ValueError(

@@ -43,7 +43,7 @@ from encoder_service.llm.schema import (
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import JSON, Piece, WireError, check_json, read_json
+from encoder_service.wire.formats import JSON, Piece, WireError, read_json
 
 IMAGE_URL = re.compile(r"data:image/|https?://\S++\Z", re.IGNORECASE)
 
@@ -162,8 +162,7 @@ def parse(
 ) -> tuple[EmbeddingRequest, dict[int, RequestItem]]:
     """Returns the request, and its images by position. Raises InvalidRequest, or UnknownModel."""
     try:
-        check_json(body, MOST_VALUES)
-        found = read_json(body)
+        found = read_json(body, MOST_VALUES)
         given = found.get("input")
         if isinstance(given, list) and not isinstance(next(iter(given), None), int | list):
             check_items(len(given), limits)  # before a million texts become parts

@@ -53,7 +53,7 @@ from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Exchange
 from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
-from encoder_service.wire.formats import JSON, Document, WireError, check_json, read_json
+from encoder_service.wire.formats import JSON, Document, WireError, read_json
 
 ATTEMPTS = 3
 """Maximum attempts at a request whose replica is lost before any text was sent. Lost embeddings do
@@ -117,8 +117,7 @@ class ChatService:
 
     def _parse(self, body: bytes) -> Parsed:
         try:
-            check_json(body, MOST_VALUES)
-            request = parse(read_json(body), self.options.engine)
+            request = parse(read_json(body, MOST_VALUES), self.options.engine)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
         characters = request.characters()

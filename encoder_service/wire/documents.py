@@ -11,11 +11,11 @@ from typing import Any, Literal
 
 from encoder_service.wire.formats import (
     JSON,
+    MOST_VALUES,
     MSGPACK,
     Document,
     UnsupportedType,
     WireError,
-    check_json,
     check_msgpack,
     from_base64,
     read_json,
@@ -137,8 +137,7 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
         check_msgpack(body)
         document = read_msgpack(body)
     elif media_type == JSON:
-        check_json(body)
-        document = read_json(body)
+        document = read_json(body, MOST_VALUES)
     else:
         raise UnsupportedType(
             f"content type {content_type!r} is not supported: send {JSON}, {MSGPACK}, "

@@ -245,7 +245,10 @@ def read_msgpack(body: bytes | bytearray) -> Document:
     return as_map(document)
 
 
-def read_json(body: bytes | bytearray) -> Document:
+def read_json(body: bytes | bytearray, most: int | None = None) -> Document:
+    """Raises WireError, also for a body of a request with more than `most` values."""
+    if most is not None:
+        check_json(body, most)
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:

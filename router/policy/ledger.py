@@ -18,9 +18,10 @@ from router.policy.balance import ReplicaGroup
 REPORT_AGE_SECONDS = 1.5
 """How old a report may be: the period of reports plus their delay in Serve's controller."""
 TOLD_REPLICAS = 16
-"""The largest fleet whose replicas notify each router at once of items that other routers sent, and
-when none are left. In larger fleets that many messages gain nothing, because routers that all know
-the same replica to be idle choose it at the same time (BENCHMARKS.md, Balance)."""
+"""The largest fleet in which a replica notifies each router immediately when items of other routers
+arrive, and when the last of them is done. In larger fleets that many messages gain nothing, because
+routers that all know the same replica to be idle choose it at the same time (BENCHMARKS.md,
+Balance)."""
 TOLD_PATCHES, TOLD_SECONDS = 4096, 0.004
 """Replicas that encode an image of this many patches in less time do not notify routers, because in
 simulations the notifications arrive too late to help (BENCHMARKS.md, Balance)."""

@@ -209,28 +209,23 @@ def test_failures_are_counted_and_shown(console: Console, tmp_path: Path) -> Non
     assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
-def test_a_short_answer_is_no_answer() -> None:
-    class Short(Server):
-        async def chat(self, request: Request) -> Response:
-            return Response('data: {"usage": {"completion_tokens": 1}}\n\n')
-
-    async def run() -> Streamed:
-        async with listening(Short().app) as url, answers.connected("one", [url]) as one:
-            return await one.ask([], 0, 4)
-
-    assert asyncio.run(run()).error == "1 tokens instead of 4"
-
-
-def test_an_error_in_a_stream_is_shown() -> None:
+@pytest.mark.parametrize(
+    ("event", "error"),
+    [
+        ({"usage": {"completion_tokens": 1}}, "1 tokens instead of 4"),
+        ({"error": {"message": "the replica was lost"}}, "the replica was lost"),
+    ],
+)
+def test_a_stream_that_is_no_answer_says_why(event: dict[str, Any], error: str) -> None:
     class Failing(Server):
         async def chat(self, request: Request) -> Response:
-            return Response('data: {"error": {"message": "the replica was lost"}}\n\n')
+            return Response(f"data: {json.dumps(event)}\n\n")
 
     async def run() -> Streamed:
         async with listening(Failing().app) as url, answers.connected("one", [url]) as one:
             return await one.ask([], 0, 4)
 
-    assert "the replica was lost" in asyncio.run(run()).error
+    assert error in asyncio.run(run()).error
 
 
 def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

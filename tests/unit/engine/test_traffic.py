@@ -177,7 +177,7 @@ def test_budgets_of_images_are_learned_beside_those_of_texts(
     room = model_capacity(GraphOptions(), spec)
     image = next(filter(None, room.budgets[0]))
     path = written(tmp_path / "sizes", ((image, 0), 1500), ((0, 32), 100), model=spec.id)
-    monkeypatch.setattr(traffic.log, "warning", pytest.fail)
+    monkeypatch.setattr(traffic.log, "warning", lambda *words: pytest.fail(repr(words)))
     found = learned(path, room, spec)
     assert all(budgets[0] == 0 for budgets in found.budgets)
     assert all(budget % 32 == 0 for budget in found.budgets[1])

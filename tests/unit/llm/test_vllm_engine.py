@@ -107,7 +107,7 @@ def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | 
         ({"top_logprobs": 2}, "top_logprobs: only with logprobs: true"),
         ({"top_k": -2}, "top_k: wrong value"),
         ({"top_k": 2**64}, "top_k: wrong value"),
-        ({"stop_token_ids": [*range(127)]}, "stop_token_ids: wrong value"),
+        ({"stop_token_ids": [*range(101)]}, "stop_token_ids: wrong value"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"tools": [{}]}, r"tools: only \[\] is supported here"),

@@ -51,11 +51,11 @@ def test_the_wanted_frames_come(counting: bytes, wanted: list[int]) -> None:
     assert [number(pixels) for pixels in frames(counting, clip, wanted)] == list(wanted)
 
 
-@pytest.mark.parametrize("hidden", [3, 30])
-def test_frames_that_an_edit_list_hides_do_not_count(hidden: int) -> None:
+@pytest.mark.parametrize(("hidden", "counted"), [(3, 50), (30, 20)])  # few still count
+def test_frames_that_an_edit_list_hides_do_not_count(hidden: int, counted: int) -> None:
     """What a phone or `ffmpeg -c copy` leaves of a video that was trimmed at its start."""
     clip = read_clip(data := trimmed(hidden), 1000)
-    assert clip.frames in (50, 50 - hidden)  # few are not worth counting
+    assert clip.frames == counted
     assert [number(pixels) for pixels in frames(data, clip, [0, 7])] == [hidden, hidden + 7]
 
 

@@ -31,9 +31,7 @@ from actors.models.layers.block import (
     centred_inputs,
 )
 from actors.models.layers.patches import Merger
-from encoder_service.commands.calibrate import (
-    relative,
-)
+from encoder_service.commands.calibrate import relative
 
 ENOUGH = 10
 """Rows for FP8, here."""
