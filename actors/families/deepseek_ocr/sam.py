@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from actors.kernels.attention import Values
+from actors.kernels.hopper.attention import VIEW_RINGS, attend_views_, kernels_for
 from actors.models.layers.block import Affine, BlockWeights, layer_norm
 
 EPSILON = 1e-6
@@ -49,13 +50,19 @@ class SquareAttention:
 
 
 class FastSquareAttention(SquareAttention):
-    """The same with our Triton kernel: CUDA, 16 bits, head sizes that are powers of two."""
+    """The same with our kernels: CUDA, 16 bits, head sizes that are powers of two."""
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Overwrites qkv. The result is a view of it."""
-        from actors.kernels.triton.square_attention import attend_squares_  # needs Triton
+        from actors.kernels.triton import square_attention as triton
 
-        return attend_squares_(qkv, self.tables, self.side)
+        size, side = qkv.shape[-1], self.side
+        whole = size == 64 and side in VIEW_RINGS and self.tables.shape[1] == side
+        kernels = kernels_for(qkv.device, qkv.dtype, size, side) if whole else None
+        if not kernels:
+            return triton.attend_squares_(qkv, self.tables, side)
+        terms = triton.position_terms(qkv, self.tables, side, unit=1 / triton.LOG2_E)
+        return attend_views_(qkv, terms, side, *kernels)
 
 
 def without_key_bias(layer: BlockWeights) -> BlockWeights:

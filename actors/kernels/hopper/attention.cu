@@ -1,6 +1,6 @@
 // Attention within the segments of a packed sequence, for compute capability 9.0, over the table of
 // attention.py. That file defines ELEMENT, TYPE, SIZE, GROUPS, KEYS, STAGES, CLUSTER, SHARES, SCALE,
-// PAD and HEADROOM, and compiles this one after ptx.cu, the wgmma functions that it generates,
+// PAD, SIDE and HEADROOM, and compiles this one after ptx.cu, the wgmma functions that it generates,
 // attention_items.cu and attention_loads.cu.
 //
 // Persistent kernel: each block (CTA) loops over work items. One producer warp loads K and V tiles
@@ -22,6 +22,9 @@
 constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns: the depth of one wgmma
 constexpr int PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = 160;
+constexpr int LINES = SIDE ? KEYS / SIDE : 1;
+constexpr bool REFERRED = PAD || SIDE;  // GEMMs yield t - off; see Softmax
+constexpr float FACTOR = REFERRED ? 1 : SCALE;
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
 // High words of descriptors: for swizzled rows of 128 bytes; for swizzled rows of 32 bytes, or rows
 // of 16 bytes.
@@ -33,8 +36,8 @@ constexpr u32 TILE_WORD = 0x40000040, REST_WORD = REST > 1 ? 0xc0000010 : 8;
 // other blocks need no maximum, no exchange between threads and no rescaling. `off` is a whole
 // number, so that raising it causes no rounding.
 //
-// If PAD, the GEMM yields t - off: queries are scaled when they are loaded, and columns that pad
-// them hold -off, which is multiplied by ones in the keys.
+// If REFERRED, the GEMM yields t - off. Queries are scaled when they are loaded. If PAD, columns that
+// pad them hold -off, which is multiplied by ones in the keys; if SIDE, the GEMM starts with -off.
 struct Softmax {
     float off[2], decay[2];
     bool raised;
@@ -52,7 +55,7 @@ struct Softmax {
             high[r] = fmaxf(even, odd);
             high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 1));
             high[r] = fmaxf(high[r], __shfl_xor_sync(~0u, high[r], 2));
-            if (!PAD) high[r] *= SCALE;
+            high[r] *= FACTOR;
         }
     }
 
@@ -61,9 +64,8 @@ struct Softmax {
                              const float (&less)[2]) {
 #pragma unroll
         for (int i = 0; i < KEYS / 4; i++) {
-            float scale = PAD ? 1.0f : (float)SCALE;
-            p[i] = pair(exp2_fast(s[2 * i] * scale - less[i % 2]),
-                        exp2_fast(s[2 * i + 1] * scale - less[i % 2]));
+            p[i] = pair(exp2_fast(s[2 * i] * FACTOR - less[i % 2]),
+                        exp2_fast(s[2 * i + 1] * FACTOR - less[i % 2]));
         }
     }
 
@@ -75,7 +77,7 @@ struct Softmax {
     }
 
     DEVICE void step(const float (&s)[KEYS / 2], u32 (&p)[KEYS / 4]) {
-        float less[2] = {PAD ? 0 : off[0], PAD ? 0 : off[1]};
+        float less[2] = {REFERRED ? 0 : off[0], REFERRED ? 0 : off[1]};
         weigh(s, p, less);
         // In a weight of 2 or more, or a NaN, the highest bit of the exponent is set.
         u32 bits = 0;
@@ -101,6 +103,52 @@ struct Softmax {
 #pragma unroll
         for (int i = 0; i < COLUMNS / 2; i++) o[i] *= decay[i / 2 % 2];
     }
+};
+
+// What relative positions add to the scores, for segments that are views of SIDE x SIDE patches. A
+// block of keys holds LINES rows of the view. A query's terms for the columns of the view are the
+// same in every block, so they stay in registers. The GEMM adds its scores to them, to the term for
+// the row of the view, and to -off. `terms` [patch, head, 2, SIDE], in units of t: for the rows,
+// then for the columns. Without SIDE there are no terms.
+struct Terms {
+#if SIDE
+    float columns[SIDE / 2];  // in the order of the accumulators
+    u32 lines[2];             // of the next block
+    const ELEMENT* at[2];
+
+    DEVICE Terms(const ELEMENT* terms, int heads, const Work& work, int first, int thread) {
+        int lane = thread % 32;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            int row = first + thread / 32 * 16 + lane / 4 + 8 * r;
+            at[r] = terms + ((long long)min(row, work.end - 1) * heads + work.head) * 2 * SIDE;
+#pragma unroll
+            for (int c = 0; c < SIDE / 8; c++) {
+                u32 both = load4((const u32*)(at[r] + SIDE + c * 8 + lane % 4 * 2));
+                columns[4 * c + 2 * r] = low(both);
+                columns[4 * c + 2 * r + 1] = high(both);
+            }
+        }
+    }
+    // Starts to load the terms for the rows in a block of keys, a block before they are needed.
+    DEVICE void fetch(int block) {
+#pragma unroll
+        for (int r = 0; r < 2; r++)
+            lines[r] = LINES == 1 ? load2(at[r] + block) : load4((const u32*)at[r] + block);
+    }
+    DEVICE void start(float (&s)[KEYS / 2], const float (&off)[2]) const {
+#pragma unroll
+        for (int i = 0; i < KEYS / 2; i++) {
+            int line = i / (SIDE / 2), r = i / 2 % 2;
+            s[i] = columns[i % (SIDE / 2)] + (low(lines[r] >> 16 * line) - off[r]);
+        }
+        pin(s);
+    }
+#else
+    DEVICE Terms(const ELEMENT*, int, const Work&, int, int) {}
+    DEVICE void fetch(int) {}
+    DEVICE void start(float (&)[KEYS / 2], const float (&)[2]) const {}
+#endif
 };
 
 // Adds up the warpgroups' accumulators of a shared strip in the first warpgroup, relative to a
@@ -159,7 +207,7 @@ DEVICE void scores_begin(float (&s)[KEYS / 2], const u32 (&q)[SLICES * 4], const
 #pragma unroll
     for (int i = 0; i < 4; i++)
         multiply_qk<TILE_WORD>(s, q[4 * i], q[4 * i + 1], q[4 * i + 2], q[4 * i + 3], keys + i * 2,
-                               i > 0);
+                               SIDE || i > 0);
     if constexpr (SLICES > 4) multiply_qk<REST_WORD>(s, q[16], q[17], q[18], q[19], rest, 1);
     wgmma_commit();
 }
@@ -198,9 +246,9 @@ DEVICE void load_queries(u32 (&q)[SLICES * 4], const Ring& ring, int group, int 
     if constexpr (REST > 0)
         load_matrices(q + 16, ring.q_rest(group) + rest_at(row, second));
     if constexpr (REST == 1) q[4 * SLICES - 2] = q[4 * SLICES - 1] = 0;
-    if constexpr (PAD)
+    if constexpr (REFERRED)
 #pragma unroll
-        for (int i = 0; i < 18; i++) q[i] = pair(low(q[i]) * SCALE, high(q[i]) * SCALE);
+        for (int i = 0; i < SIZE / 4; i++) q[i] = pair(low(q[i]) * SCALE, high(q[i]) * SCALE);
 }
 
 // Writes -off into the first columns that pad queries. Three numbers with 8 bits of precision hold
@@ -246,13 +294,16 @@ DEVICE void next_turn(int group) {
 // this warpgroup reads these blocks again, so their stages can be freed. `ordered`: all warpgroups
 // compute the same number of blocks in this round, and issue their GEMMs in turn.
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[SLICES * 4],
-                    float (&o)[COLUMNS / 2], Softmax& softmax, int first, int stride, bool last,
-                    int thread, int group, bool ordered) {
+                    float (&o)[COLUMNS / 2], Softmax& softmax, Terms& terms, int first, int stride,
+                    bool last, int thread, int group, bool ordered) {
     float s[KEYS / 2];
     u32 p[KEYS / 4];
     int blocks = work.blocks(), block = first + stride;
     bool frees = last && thread % 32 < CLUSTER;
     if (ordered && group == GROUPS - 1 && block < blocks) next_turn(group);
+    terms.fetch(work.at(first));
+    terms.start(s, {0, 0});
+    terms.fetch(work.at(block));
     ring.wait_k(place);
     wgmma_begin();
     scores_begin(s, q, ring, place);
@@ -272,6 +323,8 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[S
         Place here = place;
         place.next();
         skip(ring, place, stride - 1);
+        terms.start(s, softmax.off);
+        terms.fetch(work.at(block + stride));
         ring.wait_k(place);
         if (ordered) my_turn(group);
         wgmma_begin();
@@ -304,8 +357,8 @@ DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[S
     skip(ring, place, blocks - 1 - (block - stride));
 }
 
-DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const Ring& ring,
-                        int group, int thread) {
+DEVICE void compute_all(ELEMENT* qkv, const int4* table, const ELEMENT* terms_of_all,
+                        const Plan& plan, const Ring& ring, int group, int thread) {
     float o[COLUMNS / 2];
     u32 q[SLICES * 4], parity = 0;
     int turn = 0;
@@ -328,15 +381,17 @@ DEVICE void compute_all(ELEMENT* qkv, const int4* table, const Plan& plan, const
             barrier_wait(ring.full_q + 8 * group, parity);
             parity ^= 1;
             load_queries(q, ring, group, thread);
+            Terms terms(terms_of_all, plan.heads, work, work.row + 64 * strip, thread);
             Softmax softmax;
             softmax.off[0] = softmax.off[1] = -INFINITY;
 #pragma unroll
             for (int i = 0; i < COLUMNS / 2; i++) o[i] = 0;
             int first = work.shared ? min(group, blocks) : 0;
-            bool ordered = !work.shared && !work.kept() && work.strips - round >= TOGETHER;
+            bool ordered =
+                !SIDE && !work.shared && !work.kept() && work.strips - round >= TOGETHER;
             skip(ring, place, first);
             if (first < blocks)
-                compute(ring, place, work, q, o, softmax, first, work.shared ? GROUPS : 1,
+                compute(ring, place, work, q, o, softmax, terms, first, work.shared ? GROUPS : 1,
                         !work.kept() || strip + TOGETHER >= work.strips, thread, group, ordered);
             // Shared strips are merged in the memory of the queries. That memory is freed only
             // here, where the results depend on all loads from it, because an arrival on a barrier
@@ -356,7 +411,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
     __cluster_dims__(CLUSTER)
 #endif
     attend(ELEMENT* qkv, const int4* table, const __grid_constant__ Maps maps, int heads,
-           int launch, int launches) {
+           int launch, int launches, const ELEMENT* terms) {
     extern __shared__ unsigned char memory[];
     __shared__ u64 barriers[4 * STAGES + 2 * GROUPS];
     // The swizzle depends on the address, so the buffer starts at a multiple of 1024 bytes.
@@ -387,7 +442,7 @@ extern "C" __global__ void __launch_bounds__(128 * (GROUPS + 1), 1)
         __syncwarp();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(CONSUMER_REGISTERS));
-        compute_all(qkv, table, plan, ring, group - 1, thread);
+        compute_all(qkv, table, terms, plan, ring, group - 1, thread);
     }
     if (CLUSTER > 1) cluster_leave();
 }

@@ -40,6 +40,7 @@ class Ring:
     from_patches: int = 0  # the smallest budget that uses it
     cluster: int = 1  # blocks (CTAs) that share keys and values: each copies a part to all of them
     groups: int = GROUPS
+    side: int = 0  # of views with relative positions; see VIEW_RINGS
 
     @property
     def kept_patches(self) -> int:
@@ -57,6 +58,12 @@ RINGS = {
 80 keys divide the 400 patches of a common image. Long segments are faster with 96 keys at head
 sizes 64 and 72, and with clusters at 72 and 80.
 """
+
+VIEW_RINGS = {64: Ring(64, 12, side=64), 40: Ring(80, 9, side=40)}
+"""The ring for square views of this many patches per side, whose relative positions are added to
+the scores. Head size 64. A stage holds whole rows of a view; see Terms in attention.cu."""
+
+NULL = bytes(8)
 
 
 class HopperAttention:
@@ -97,23 +104,10 @@ class HopperAttention:
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Overwrites q with the result. Rows that no item of the table covers keep their q."""
-        ring, kernel = self.form(len(qkv))
-        rows, _, heads, size = qkv.shape
-        flat, rest, keys = qkv.view(rows, -1), max(size - 64, 8), ring.keys // ring.cluster
-        maps = b"".join(
-            [
-                tensor_map(flat, (keys, 64)),
-                tensor_map(flat, (STRIP_ROWS, 64)),
-                tensor_map(flat, (keys, rest)),
-                tensor_map(flat, (keys, rest), 2 * rest),
-                tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
-            ]
-        )
-        sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
-        blocks = sms // ring.cluster * ring.cluster
+        form, table = self.form(len(qkv)), values["attention_items"]
         for part in launches(qkv):
-            kernel.launch((blocks, 1, 1), qkv, values["attention_items"], maps, heads, *part)
-        return flat[:, : heads * size]
+            attend_(qkv, table, *form, *part)
+        return queries(qkv)
 
     def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         if self.long is None or "attention_short_items" not in values:
@@ -124,6 +118,55 @@ class HopperAttention:
 
     def form(self, patches: int) -> tuple[Ring, LoadedKernel]:
         return next(form for form in reversed(self.forms) if patches >= form[0].from_patches)
+
+
+def attend_(
+    qkv: Tensor,
+    table: Tensor,
+    ring: Ring,
+    kernel: LoadedKernel,
+    launch: int = 0,
+    launches: int = 1,
+    terms: Tensor | bytes = NULL,
+) -> None:
+    rows, _, heads, size = qkv.shape
+    flat, rest, keys = qkv.view(rows, -1), max(size - 64, 8), ring.keys // ring.cluster
+    maps = b"".join(
+        [
+            tensor_map(flat, (keys, 64)),
+            tensor_map(flat, (STRIP_ROWS, 64)),
+            tensor_map(flat, (keys, rest)),
+            tensor_map(flat, (keys, rest), 2 * rest),
+            tensor_map(flat, (STRIP_ROWS, rest), 2 * rest),
+        ]
+    )
+    sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
+    blocks = (sms // ring.cluster * ring.cluster, 1, 1)
+    kernel.launch(blocks, qkv, table, maps, heads, launch, launches, terms)
+
+
+def queries(qkv: Tensor) -> Tensor:
+    """q of [patches, 3, heads, head size] as [patches, heads x head size], without a copy."""
+    return qkv[:, 0].flatten(1)
+
+
+def attend_views_(qkv: Tensor, terms: Tensor, side: int, kernel: LoadedKernel) -> Tensor:
+    """Attention within square views, of qkv [views x side ** 2, 3, heads, 64], for a side of
+    VIEW_RINGS. Overwrites q and returns it, as HopperAttention does.
+
+    `terms` [views x side ** 2, heads, 2, side]: what is added to the scores of a query, times
+    log2(e): for each row of keys, and for each column.
+    """
+    table = view_table(qkv.device, len(qkv) // side**2, side)
+    attend_(qkv, table, VIEW_RINGS[side], kernel, terms=terms)
+    return queries(qkv)
+
+
+@cache
+def view_table(device: torch.device, views: int, side: int) -> Tensor:
+    """Cached, because a graph that is being captured cannot copy it to the device."""
+    entries = views * math.ceil(side**2 / TILE_ROWS)
+    return item_table([side**2] * views, VIEW_RINGS[side], 1 + entries).to(device)
 
 
 def launches(qkv: Tensor) -> Iterator[tuple[int, int]]:
@@ -177,19 +220,21 @@ def item_table(
 
 @cache
 def kernels_for(
-    device: torch.device, dtype: torch.dtype, size: int
+    device: torch.device, dtype: torch.dtype, size: int, side: int = 0
 ) -> tuple[LoadedKernel, ...] | None:
-    """A kernel for each ring of this head size. None, logged once, if they cannot be used.
+    """A kernel for each ring of this head size, or for views of this side. None, logged once, if
+    they cannot be used.
 
     Each takes about a second to compile, so they are cached.
     """
-    if size not in RINGS or not torch.cuda.is_available():
+    rings = RINGS.get(size, ()) if not side else (VIEW_RINGS[side],)
+    if not rings or not torch.cuda.is_available():
         return None
     if not cuda.runs_on(torch.cuda.get_device_capability(device)):
         return None
     try:
         with torch.cuda.device(device):
-            return tuple(build(ELEMENTS[dtype], size, ring) for ring in RINGS[size])
+            return tuple(build(ELEMENTS[dtype], size, ring) for ring in rings)
     except (ImportError, OSError, RuntimeError) as error:
         log.warning(
             "attention uses the slower Triton kernel: the Hopper kernel is not available: %s",
@@ -220,6 +265,7 @@ def source(element: str, size: int, ring: Ring) -> str:
         "STAGES": ring.stages,
         "CLUSTER": ring.cluster,
         "SHARES": "true",
+        "SIDE": ring.side,
         "PAD": int(size in PADDED and element == "bf16"),
         "HEADROOM": f"{HEADROOM[element]!r}f",
         "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)

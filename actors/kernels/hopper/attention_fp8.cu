@@ -101,11 +101,10 @@ DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, c
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
-        int whole = work.blocks() - 1, at = item % max(whole, 1);
         for (int i = 0; i < work.strips; i += TOGETHER)
-            for (int block = 0; block <= whole; block++) {
-                int row = work.start + (block ? at : whole) * KEYS;
-                if (block && ++at == whole) at = 0;
+#pragma unroll 1
+            for (int index = 0; index < work.blocks(); index++) {
+                int row = work.start + work.at(index) * KEYS;
                 copy_block(maps, ring, place, work.head, plan.heads, row);
                 place.next();
             }

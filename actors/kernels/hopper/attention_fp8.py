@@ -141,6 +141,7 @@ def source(element: str, size: int) -> str:
         "STAGES": RING.stages,
         "CLUSTER": RING.cluster,
         "SHARES": "false",
+        "SIDE": 0,
         "FLUSH": FLUSH,
         "HEADROOM": f"{HEADROOM!r}f",
     }

@@ -49,6 +49,7 @@ struct Plan {
 // them; only if SHARES. Otherwise each warpgroup takes strips of its own.
 struct Work {
     int start, end, row, head, strips;
+    int second;  // see at
     bool shared;
     DEVICE Work(const Plan& plan, int item, const int4& entry) {
         start = entry.x;
@@ -58,6 +59,7 @@ struct Work {
         head = within / tiles;
         row = start + within % tiles * most * 64;
         strips = max(min(most, (end - row + 63) / 64), 0);
+        second = SIDE ? 0 : item % max(blocks() - 1, 1);
         shared = false;
         if (item >= plan.whole) {
             int part = (item - plan.whole) % plan.share, first = strips * part / plan.share;
@@ -74,7 +76,13 @@ struct Work {
     DEVICE int next(int turn) const { return shared ? turn : (turn + strips) % TOGETHER; }
     // Whether the ring holds all keys of the segment at once.
     DEVICE bool kept() const { return blocks() <= STAGES; }
-    // The last block of keys, the one that may be partial, comes first.
     DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
+    // Which block of keys is the index-th to be computed. The last one, which may be partial, comes
+    // first. Then, unless they are views, items of one head start at different keys, so that they do
+    // not all read the same L2 lines.
+    DEVICE int at(int index) const {
+        int whole = blocks() - 1, block = second + index - 1;
+        return index == 0 ? whole : block < whole ? block : block - whole;
+    }
     DEVICE int last_keys() const { return (end - start - 1) % KEYS + 1; }
 };

@@ -118,15 +118,11 @@ DEVICE void copy_blocks(const Maps& maps, const int4* table, const Plan& plan, c
         Work work(plan, item, entry);
         entry = plan.entry(table, item + plan.crews);
         if (work.strips == 0) continue;
-        // Items of one head start at different keys, so that they do not all read the same L2
-        // lines.
-        int whole = work.blocks() - 1, at = item % max(whole, 1);
         int k = (plan.heads + work.head) * SIZE, v = k + plan.heads * SIZE;
         for (int i = 0; i < (work.kept() ? 1 : work.strips); i += TOGETHER)
-            for (int block = 0; block <= whole; block++) {
-                int row = work.start + (block ? at : whole) * KEYS;
-                if (block && ++at == whole) at = 0;
-                copy_block(maps, ring, place, k, v, row);
+#pragma unroll 1
+            for (int index = 0; index < work.blocks(); index++) {
+                copy_block(maps, ring, place, k, v, work.start + work.at(index) * KEYS);
                 place.next();
             }
     }

@@ -84,6 +84,19 @@ DEVICE void publish() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// From global memory that nothing writes while the kernel runs. The compiler does not delay them.
+DEVICE u32 load2(const unsigned short* from) {
+    unsigned short value;
+    asm volatile("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(from));
+    return value;
+}
+
+DEVICE u32 load4(const u32* from) {
+    u32 value;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(from));
+    return value;
+}
+
 // Four 8 x 8 matrices; each thread gives the address of one row of one of them.
 DEVICE void load_matrices(u32* to, u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -193,7 +206,8 @@ DEVICE float low(u32 both) {
 }
 
 DEVICE float high(u32 both) {
-    return low(both >> 16);
+    constexpr bool BF16 = TYPE[0] == 'b';  // whose bits are the first half of a float's
+    return BF16 ? __int_as_float(both & 0xffff0000) : low(both >> 16);
 }
 
 DEVICE u32 pair(float first, float second) {

@@ -12,6 +12,7 @@ from torch import Tensor
 from actors.kernels.triton.attention_kernel import softmax_step
 
 SIDE = 8  # a step takes squares of SIDE x SIDE keys
+LOG2_E = 1.4426950408889634
 LARGE = 64  # windows with at least this many patches per side have larger tiles
 
 
@@ -20,6 +21,7 @@ def terms_kernel(
     qkv: tl.tensor,
     tables: tl.tensor,
     terms: tl.tensor,
+    unit: tl.tensor,
     HEADS: tl.constexpr,
     SIZE: tl.constexpr,
     VIEW: tl.constexpr,
@@ -28,12 +30,14 @@ def terms_kernel(
     LINE: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Computes what relative positions add to the scores, divided by the scale: q of each patch
+    """Computes what relative positions add to the scores, divided by the unit: q of each patch
     times the table of its row in its window (axis 0) or of its column (axis 1).
 
-    A program takes one row or column of a view, whose queries share a table [WINDOW, SIZE]."""
-    view, line = tl.program_id(0) // VIEW, tl.program_id(0) % VIEW
-    head, axis = tl.program_id(1), tl.program_id(2)
+    A program takes one row or column of a view, whose queries share a table [WINDOW, SIZE]. Those
+    of one view and head run together, so that queries are in the L2 cache when they are read for
+    the second time."""
+    axis, line = tl.program_id(0) // VIEW, tl.program_id(0) % VIEW
+    head, view = tl.program_id(1), tl.program_id(2)
     place = tl.arange(0, LINE)
     inside = (place < VIEW)[:, None]
     y, x = tl.where(axis == 0, line, place), tl.where(axis == 0, place, line)
@@ -42,8 +46,7 @@ def terms_kernel(
     q = tl.load(qkv + (patch * 3 * HEADS + head) * SIZE + column, mask=inside, other=0.0)
     at = tables + (axis * WINDOW + line % WINDOW) * WINDOW * SIZE
     table = tl.load(at + key[:, None] * SIZE + column, mask=(key < WINDOW)[:, None], other=0.0)
-    # Divided, because attention multiplies the whole score by the scale.
-    term = (tl.dot(q, table.T) * SIZE**0.5).to(terms.dtype.element_ty)
+    term = (tl.dot(q, table.T) / unit).to(terms.dtype.element_ty)
     to = terms + ((patch * HEADS + head) * 2 + axis) * PADDED + key[None, :]
     tl.store(to, term, mask=inside & (key < PADDED)[None, :])
 
@@ -116,21 +119,19 @@ def attend_squares_kernel(
         tl.store(q_at, (sums / total[:, None]).to(dtype), mask=inside)
 
 
-def attend_squares_(qkv: Tensor, tables: Tensor, side: int) -> Tensor:
-    """Attention of qkv [views x side ** 2, 3, heads, head size], contiguous, 16-bit. Overwrites q.
-
-    Returns q as [views x side ** 2, heads x head size], without a copy. Each view is cut into
-    windows from its top left corner. `tables` [2, window, window, head size]: for the rows of query
-    and key, and for their columns. Head size: a power of two from 16 to 128.
-    """
+def position_terms(qkv: Tensor, tables: Tensor, side: int, unit: float) -> Tensor:
+    """What relative positions add to the scores, divided by `unit`: [views x side ** 2, heads, 2,
+    window rounded up to SIDE]: for the rows of the query's window, and for its columns. Other
+    arguments: see attend_squares_."""
     rows, _, heads, size = qkv.shape
     window = tables.shape[1]
     padded = triton.cdiv(window, SIDE) * SIDE
     terms = qkv.new_empty(rows, heads, 2, padded)
-    terms_kernel[(rows // side, heads, 2)](
+    terms_kernel[(2 * side, heads, rows // side**2)](
         qkv,
         tables,
         terms,
+        unit,
         HEADS=heads,
         SIZE=size,
         VIEW=side,
@@ -140,18 +141,31 @@ def attend_squares_(qkv: Tensor, tables: Tensor, side: int) -> Tensor:
         BLOCK=max(16, triton.next_power_of_2(padded)),
         num_warps=4,
     )
+    return terms
+
+
+def attend_squares_(qkv: Tensor, tables: Tensor, side: int) -> Tensor:
+    """Attention of qkv [views x side ** 2, 3, heads, head size], contiguous, 16-bit. Overwrites q.
+
+    Returns q as [views x side ** 2, heads x head size], without a copy. Each view is cut into
+    windows from its top left corner. `tables` [2, window, window, head size]: for the rows of query
+    and key, and for their columns. Head size: a power of two from 16 to 128.
+    """
+    rows, _, heads, size = qkv.shape
+    window, scale = tables.shape[1], size**-0.5
+    terms = position_terms(qkv, tables, side, scale)  # attention multiplies whole scores by it
     queries = 128 if window >= LARGE else 64
     tiles = triton.cdiv(window**2, queries)
     windows = rows // side**2 * triton.cdiv(side, window) ** 2
     attend_squares_kernel[(windows * heads * tiles,)](
         qkv,
         terms,
-        size**-0.5 * 1.4426950408889634,  # log2(e)
+        scale * LOG2_E,
         HEADS=heads,
         SIZE=size,
         VIEW=side,
         WINDOW=window,
-        PADDED=padded,
+        PADDED=terms.shape[-1],
         SIDE=SIDE,
         TILES=tiles,
         BM=queries,
