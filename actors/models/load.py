@@ -128,7 +128,7 @@ def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Ma
     """
     family = family_of(model)
     if model.dummy:
-        return checkpoint_tensors.Dummy(family.expected, DUMMY_SEED, device, family.last_norms)
+        return checkpoint_tensors.Dummy(family.expected, DUMMY_SEED, device, family.faint)
     unused = family.unused - family.expected.keys()
     files = find(options)
     reason = partial(reason_for, options, files)

@@ -74,8 +74,8 @@ class Family(Generic[Parts]):
     tower: Callable[[ModelSpec, Parts, Attention, BlocksForm], Tower]
     unused: frozenset[str] = frozenset()
     """Tensors that a checkpoint may have. They are not read, unless they are expected, too."""
-    last_norms: tuple[str, ...] = ()
-    """Parts of the names of norms that end a branch. Random ones are a tenth as large as others,
-    because otherwise attention scores grow from layer to layer, and rounding errors double every
-    three layers: with 63 layers of width 256, float32 differed from float64 by 6e-2, and by 1e-6
-    with the smaller norms."""
+    faint: tuple[str, ...] = ()
+    """Parts of the names of norms of which random ones are a tenth as large as others: those that
+    end a branch, and those of queries if scores are not scaled. Otherwise attention scores are
+    large or grow from layer to layer, and rounding errors double every three layers: with 63 layers
+    of width 256, float32 differed from float64 by 6e-2, and by 1e-6 with the smaller norms."""

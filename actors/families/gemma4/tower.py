@@ -68,7 +68,8 @@ def family(spec: ModelSpec) -> Family[Any]:
     if spec.vision["standardize"]:
         expected |= dict.fromkeys(STANDARD, (tower.width,))
     size = tower.rotary_head_size
-    return Family(PREFIXES, expected, size, parts, PackedTower, last_norms=NAMES.after or ())
+    faint = (*(NAMES.after or ()), "self_attn.q_norm")
+    return Family(PREFIXES, expected, size, parts, PackedTower, faint=faint)
 
 
 def clipped_layer(layer: int, linear: str) -> str:

@@ -65,7 +65,7 @@ def family(spec: ModelSpec) -> Family[StepParts]:
         tower.head_size,
         step3_parts,
         StepTower,
-        last_norms=(".layer_norm",),
+        faint=(".layer_norm",),
     )
 
 
