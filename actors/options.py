@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -321,6 +322,19 @@ class PreprocessOptions(Options):
 AcceleratorType = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]+$")]
 
 
+LEAST_RESERVED = 0.0001
+"""The smallest amount of a resource that Ray can reserve."""
+
+
+def reservable(amount: float) -> float:
+    if 0 < amount < LEAST_RESERVED:
+        raise ValueError(f"{amount:g} is less than Ray can reserve: use at least {LEAST_RESERVED}")
+    return amount
+
+
+Reserved = Annotated[float, Field(ge=0), AfterValidator(reservable)]
+"""The amount of a resource that Ray reserves per replica."""
+
 BUILT_IN_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 """Ray rejects these names among custom resources."""
 
@@ -330,12 +344,12 @@ class DeviceOptions(Options):
 
     replicas: PositiveInt = 1
     """To change it without a restart, set `num_replicas` in the application's `deployments`."""
-    num_gpus: float = Field(1, ge=0, le=1)
+    num_gpus: Reserved = Field(1, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
-    num_cpus: float = Field(1, ge=0)
+    num_cpus: Reserved = 1
     accelerator_type: AcceleratorType | None = None
     """Ray's name of the GPU type, such as `H200` or `L40S`. None: any."""
-    resources: dict[str, PositiveFloat] = {}
+    resources: dict[str, Annotated[Reserved, Field(gt=0)]] = {}
     """Custom resources that Ray reserves per replica, to choose nodes."""
     device: Literal["cuda", "cpu"] = "cuda"
     drain_timeout_seconds: float = Field(30, gt=0)
@@ -407,10 +421,10 @@ class PoolOptions(Options):
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
     replicas: PositiveInt | None = None
     autoscaling: AutoscalingOptions | None = None
-    num_gpus: float | None = Field(None, ge=0, le=1)
-    num_cpus: float | None = Field(None, ge=0)
+    num_gpus: Reserved | None = Field(None, le=1)
+    num_cpus: Reserved | None = None
     accelerator_type: AcceleratorType | None = None
-    resources: dict[str, PositiveFloat] | None = None
+    resources: dict[str, Annotated[Reserved, Field(gt=0)]] | None = None
     device: Literal["cuda", "cpu"] | None = None
     gpu_memory_bytes: PositiveInt | None = None
     graphs: PoolGraphOptions = PoolGraphOptions()

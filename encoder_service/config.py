@@ -27,6 +27,7 @@ from actors.options import (
     ModelOptions,
     Options,
     ReferenceOptions,
+    Reserved,
     updated,
     validated,
 )
@@ -62,7 +63,7 @@ class IngressOptions(Options):
     """The front door's deployment: HTTP and gRPC handlers, with a router in each replica."""
 
     replicas: PositiveInt = 1
-    num_cpus: float = Field(0.5, ge=0)
+    num_cpus: Reserved = 0.5
     max_ongoing_requests: PositiveInt = 1000
     """Maximum concurrent requests per replica over HTTP, and the same number over gRPC."""
     grpc_host: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9.:_-]+$")] = "127.0.0.1"

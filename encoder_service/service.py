@@ -22,6 +22,7 @@ from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.answer import (
     check_size,
     document,
+    finite,
     head,
     item_document,
     model_card,
@@ -32,7 +33,7 @@ from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import AtItem
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import ServiceOptions
-from encoder_service.intake.limits import Buffered, Deadline, Take
+from encoder_service.intake.limits import Buffered, Deadline, Take, offload
 from encoder_service.intake.media import Admission
 from encoder_service.ops.exchange import Exchange, Observer, ServiceMetrics
 from encoder_service.ops.status import Glance, Scrape, SingleFlight, status
@@ -149,6 +150,8 @@ class Service:
                 media, options.dtype, deadline.left(), reference=options.reference
             )
             found = await deadline.keep(work)
+            if options.encoding == "float" and not options.reference:
+                found = await offload(size_bytes, finite, found)
         answers, documents = iter(found), []
         for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
             answer = next(answers) if isinstance(one, Media) else one

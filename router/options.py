@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from actors.options import Options
+from actors.options import Options, Reserved
 
 Policy = Literal["largest_first", "round_robin", "power_of_two", "random"]
 
@@ -15,7 +15,7 @@ class RouterOptions(Options):
     """Balancing and admission."""
 
     replicas: PositiveInt = 1
-    num_cpus: float = Field(0.5, ge=0)
+    num_cpus: Reserved = 0.5
     policy: Policy = "largest_first"
     max_outstanding_patches: PositiveInt = 1_000_000
     """Maximum patches in flight through one router. Beyond it, requests fail with Overloaded."""

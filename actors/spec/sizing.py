@@ -156,7 +156,9 @@ class PackedSizing(BlockSizing):
         return longest_side(most, self.patch_size, self.merge_size)
 
     def largest_tokens(self) -> int:
-        return max(1, self.max_pixels // (self.patch_size * self.merge_size) ** 2)
+        """If `max_pixels` are fewer than MAX_ASPECT tokens, very thin images may have more."""
+        factor = self.patch_size * self.merge_size
+        return max(self.max_pixels // factor**2, most_enlarged(self.min_pixels, factor))
 
     def defaults(self) -> Defaults:
         return {"min_pixels": self.min_pixels, "max_pixels": self.max_pixels}
@@ -501,6 +503,15 @@ def longest_side(max_pixels: int, patch_size: int, merge_size: int) -> int:
     half = MAX_ASPECT * factor / 2
     side = half + math.sqrt(half**2 + MAX_ASPECT * max_pixels)
     return math.ceil(side / factor + 1) * merge_size
+
+
+def most_enlarged(min_pixels: int, factor: int) -> int:
+    """An upper bound on the merge blocks of an image that `smart_resize` enlarges."""
+    # Rounding up makes each side less than a block longer, or a whole one because of floats. That
+    # adds most to the longest sides.
+    across = math.sqrt(min_pixels * MAX_ASPECT) / factor
+    down = math.sqrt(min_pixels / MAX_ASPECT) / factor
+    return int((across + 1) * (down + 1))
 
 
 def whole_within(side: int, other: int, block: int, most: int) -> int:

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import numpy as np
 
 from actors.engine.budgets import Capacity, model_capacity
-from actors.errors import ServiceError, TooLarge
+from actors.errors import InvalidOption, ServiceError, TooLarge
 from actors.options import ReferenceOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.video import retained_tokens
@@ -18,7 +18,7 @@ from encoder_service.api.errors import fault
 from encoder_service.api.schema import RequestOptions
 from encoder_service.config import LimitOptions, ServiceOptions
 from encoder_service.intake.media import largest_tokens, longest_seconds
-from encoder_service.wire.formats import WIDTHS, Document
+from encoder_service.wire.formats import WIDTHS, Document, to_array
 
 MOST_FLOAT_BYTES = 16 * 2**20
 """Limit for tensors sent as lists of numbers, which take about ten characters and half a
@@ -51,6 +51,22 @@ def check_size(
     if size_bytes > most:
         raise TooLarge(f"the answer would be {size_bytes} bytes, over {most} ({name}): {advice}")
     return size_bytes
+
+
+def finite(answers: Sequence[Answer]) -> list[Answer]:
+    """The answers, with an InvalidOption in place of rows that lists of numbers cannot express."""
+
+    def is_finite(one: Embedding) -> bool:
+        assert isinstance(one.data, np.ndarray), "an embedding not read yet. This is a bug."
+        return bool(np.isfinite(to_array(one.data, one.dtype, one.shape)).all())
+
+    refused = InvalidOption(
+        "options.encoding: float has no NaN and no infinity, which the rows of this item contain: "
+        "leave options.encoding out"
+    )
+    return [
+        refused if isinstance(one, Embedding) and not is_finite(one) else one for one in answers
+    ]
 
 
 def document(

@@ -24,8 +24,9 @@ log = logging.getLogger("ray.serve")
 
 
 class PlaceServer:
-    """An HTTP server on 127.0.0.1, in the running event loop. It answers only after vLLM has
-    started, because that blocks the loop. Not uvicorn, which would handle the process's signals."""
+    """An HTTP server on 127.0.0.1, in the running event loop, until the process exits. It answers
+    only after vLLM has started, because that blocks the loop. Not uvicorn, which would handle the
+    process's signals."""
 
     def __init__(self, rows_place: Callable[[str], Awaitable[RowsPlace]]) -> None:
         """`rows_place`: Router.place of a handle."""
@@ -46,10 +47,6 @@ class PlaceServer:
         """Raises the error with which it could not start."""
         if self._starting.done():
             self._starting.result()
-
-    async def close(self) -> None:
-        await self._starting
-        await self._runner.cleanup()
 
     async def _answer(self, request: web.Request) -> web.Response:
         given = request.headers.get("authorization", "").encode()

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from actors.families import registry
 from actors.kernels.attention import SegmentAttention, Values
+from actors.kernels.gemm import fp8
 from actors.models import load
 from actors.models.layers.block import ReferenceBlocks
-from actors.models.layers.weights import Weights
+from actors.models.layers.weights import NO_FP8, Fp8Layers, Weights
 from actors.options import ModelOptions
 from tests import checkpoints, checkpoints_audio
 from tests.checkpoints_clip import (
@@ -155,12 +157,14 @@ class Pixels(TorchDispatchMode):
         return sum(one() is not None for one in self.made)
 
 
-def forwards(options: ModelOptions, *, reference: bool = False) -> Sequence[Tensor]:
+def forwards(
+    options: ModelOptions, *, reference: bool = False, in_fp8: Fp8Layers = NO_FP8
+) -> Sequence[Tensor]:
     """Each path once, and once more with videos where those have inputs of their own."""
     model = registry.read(options)
     weights = load.tensors(options, model, META)
     family = load.family_of(model)
-    parts = family.parts(model, Weights(weights, META, torch.bfloat16))
+    parts = family.parts(model, Weights(weights, META, torch.bfloat16, in_fp8))
     rows = []
     for path in model.paths:
         for videos in (False, True):
@@ -199,3 +203,33 @@ def test_forward_reads_nothing_back_and_keeps_no_pixels(kind: str, tmp_path: Pat
         return  # attention of its own, which reads nowhere where segments end
     with pytest.raises(RuntimeError):  # so does the attention that reads where segments end
         forwards(options, reference=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "others"),
+    [
+        ("qwen3_vl", ("attn.qkv", "linear_fc1"), ("mlp.linear_fc2",)),
+        ("qwen2_5_vl", ("attn.qkv", "gate_proj", "merger.mlp.0"), ("down_proj",)),
+    ],
+)
+def test_the_reference_form_in_fp8_reads_nothing_back(
+    kind: str,
+    inputs: tuple[str, ...],
+    others: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With the means of a plan. A mean of `inputs` moves to the norm in front of the layer; those
+    of `others` are compensated in every forward."""
+    compensated = Mock(wraps=fp8.compensated)
+    monkeypatch.setattr(fp8, "compensated", compensated)
+    checkpoints.write(tmp_path, model_type=kind)
+    options = ModelOptions(id=str(tmp_path))
+    expected = load.family_of(registry.read(options)).expected
+    weights = {name.removesuffix(".weight"): shape for name, shape in expected.items()}
+    layers = [name for name in weights if name.endswith((*inputs, *others))]
+    rows = forwards(options, in_fp8={name: torch.ones(weights[name][1]) for name in layers})
+    assert {(one.device, one.dtype) for one in rows} == {(META, torch.bfloat16)}
+    # The last merger's norm is over one patch of the layer's inputs: a part of the mean is left.
+    left = [name for name in layers if name.endswith(others) or name.startswith("merger")]
+    assert compensated.call_count == len(rows) * len(left) > len(rows)

@@ -10,6 +10,7 @@ from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
@@ -17,7 +18,7 @@ from actors.errors import ConfigError, DeadlineExceeded, InvalidOption, Overload
 from actors.families.registry import read
 from actors.options import PreprocessOptions, ReferenceOptions
 from actors.store.kept import Kept
-from actors.types import Media
+from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import ServiceOptions
@@ -27,7 +28,17 @@ from encoder_service.service import Service
 from encoder_service.wire.documents import RequestItem
 from router.options import RouterOptions
 from tests.images import encoded, jpeg, jpeg_segments, opened, png
-from tests.unit.front_door import JSON, MODEL, Fleet, client, exchange, freely, post, service
+from tests.unit.front_door import (
+    JSON,
+    MODEL,
+    Fleet,
+    client,
+    exchange,
+    freely,
+    post,
+    service,
+    zeros,
+)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +194,41 @@ def test_answers_that_would_be_too_big_are_refused(
     assert refused.status_code == 413
     assert "the answer would be 10752 bytes, over 10000" in refused.json()["error"]["message"]
     assert len(fleet.calls) == 1
+
+
+class NotFinite(Fleet):
+    """The second item has an infinity in its last row, and the third NaN."""
+
+    async def encode(
+        self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool
+    ) -> list[Answer]:
+        answers = [zeros(one) for one in media]
+        for answer, bits in zip(answers[1:], (0xFF80, 0x7FC0), strict=True):
+            assert isinstance(answer.data, np.ndarray)
+            answer.data.view("<u2")[-1] = bits
+        return [*answers]
+
+
+def test_rows_that_json_has_no_numbers_for_are_an_error_of_their_item() -> None:
+    http = client(NotFinite())
+
+    def send(**options: str) -> Any:
+        document = {"items": [{"data": b64encode(jpeg(64, 64)).decode()}] * 3, "options": options}
+        return http.post("/v1/encode", json=document, headers=JSON)
+
+    refused = send(encoding="float")
+    assert refused.status_code == 422
+    assert refused.json()["error"] == {
+        "type": "invalid_option",
+        "message": "options.encoding: float has no NaN and no infinity, which the rows of this "
+        "item contain: leave options.encoding out",
+        "item": 1,
+        "retryable": False,
+    }
+    first, *others = send(encoding="float", on_error="return").json()["items"]
+    assert first["data"] == [[0.0] * 192] * 4
+    assert [one["error"]["item"] for one in others] == [1, 2]
+    assert all("data" in one for one in send().json()["items"])
 
 
 def test_one_item_that_is_too_large_is_not_told_to_be_fewer() -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import ray
 import yaml
 
 from actors.errors import ConfigError
+from actors.options import LEAST_RESERVED
 from encoder_service.app import check_object_store, check_resources
 from encoder_service.config import counted, encoders, parse, resources
 
@@ -180,6 +182,30 @@ def test_each_pool_has_a_count(text: str, told: str | None) -> None:
 def test_pools_that_cannot_be_meant_are_refused(pools: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         parse(options(f"encoder: {{pools: [{pools}]}}"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{name}: {{num_cpus: %s}}" for name in ("encoder", "router", "ingress", "llm")),
+        "encoder: {num_gpus: %s}",
+        "encoder: {resources: {rack: %s}}",
+        "encoder: {pools: [{name: a, num_gpus: %s}]}",
+        "encoder: {pools: [{name: a, num_cpus: %s}]}",
+        "encoder: {pools: [{name: a, resources: {rack: %s}}]}",
+    ],
+)
+def test_less_of_a_resource_than_ray_can_reserve_is_refused(text: str) -> None:
+    told = r"(num_cpus|num_gpus|rack): 1e-05 is less than Ray can reserve: use at least 0\.0001$"
+    with pytest.raises(ConfigError, match=told):
+        parse(options(text % "0.00001"))
+    parse(options(text % LEAST_RESERVED))
+
+
+def test_the_least_is_what_ray_takes() -> None:
+    ray.remote(num_cpus=LEAST_RESERVED)(object)
+    with pytest.raises(ValueError, match="precision"):
+        ray.remote(num_cpus=LEAST_RESERVED / 2)(object)
 
 
 def test_lists_and_digests_are_taken() -> None:

@@ -33,7 +33,7 @@ def asked(reference: str, token: str | None = None) -> RowsPlace:
             return RowsPlace.read(await transport.place(reference))
         finally:
             await transport.close()
-            await server.close()
+            await server._runner.cleanup()
 
     return asyncio.run(run())
 

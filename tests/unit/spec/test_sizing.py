@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from actors.errors import TooLarge
-from actors.spec.sizing import MAX_ASPECT, CappedSizing, EnlargingSizing, PackedSizing
+from actors.spec.sizing import (
+    MAX_ASPECT,
+    CappedSizing,
+    EnlargingSizing,
+    LinedSizing,
+    PackedSizing,
+    RoundingSizing,
+)
 from actors.types import ItemPlan, Size
 
 QWEN = PackedSizing(patch_size=16, merge_size=2, min_pixels=65536, max_pixels=16777216)
@@ -64,7 +73,35 @@ def test_the_bound_is_not_wasteful() -> None:
 def test_budgets_begin_at_64_tokens_or_below() -> None:
     assert QWEN.token_range() == (64, 16384)
     assert PackedSizing(16, 2, 1024, 32 * 1024).token_range() == (32, 32)
-    assert PackedSizing(16, 2, 10, 10).token_range() == (1, 1), "an image has a token at least"
+    assert PackedSizing(16, 2, 1, 10).token_range() == (1, 1), "an image has a token at least"
+
+
+@given(
+    kind=st.sampled_from([PackedSizing, EnlargingSizing, RoundingSizing, LinedSizing]),
+    side=st.sampled_from([14, 16]),
+    merge=st.sampled_from([1, 2]),
+    tokens=st.floats(MAX_ASPECT, 4096),
+    share=st.floats(0, 1),
+    short=st.integers(1, 2000),
+    aspect=st.floats(1, MAX_ASPECT),
+)
+# 200 x 1 blocks, but as floats both sides are slightly longer.
+@example(PackedSizing, 14, 2, 200.0, 1.0, 19, 200.0)
+def test_no_image_has_more_tokens_than_the_largest(
+    kind: type[PackedSizing],
+    side: int,
+    merge: int,
+    tokens: float,
+    share: float,
+    short: int,
+    aspect: float,
+) -> None:
+    """However near the smallest and the largest number of pixels are."""
+    pixels = int(tokens * (side * merge) ** 2)
+    sizing = kind(side, merge, max(1, int(share * pixels)), pixels)
+    for size in (Size(int(short * aspect), short), Size(short, int(short * aspect))):
+        with suppress(TooLarge):
+            assert sizing.plan(size).path_tokens[0] <= sizing.largest_tokens()
 
 
 KIMI = CappedSizing(patch_size=14, merge_size=2, max_patches=4096, max_side_patches=512)
