@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from secrets import token_hex
 from typing import Any
 
-# Ray reads these when it is imported, which some unit tests do before those of tests/serve.
+# Ray and torch read these when they are imported, which some unit tests do before those of
+# tests/serve.
 os.environ.update(
     RAY_AUTH_MODE="token",
     RAY_AUTH_TOKEN=token_hex(32),
@@ -16,6 +18,7 @@ os.environ.update(
     RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
     RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
     RAY_raylet_start_wait_time_s="100",
+    TORCHINDUCTOR_VEC_ISA_OK="1",  # else torch.compile first builds a program per instruction set
 )
 
 import pytest
@@ -28,17 +31,23 @@ settings.load_profile("project")
 
 RAY = "tests/serve/"
 """The folder of the tests that use the Ray cluster."""
+LONGEST = "tests/unit/models/test_chips.py"
+"""The other module that takes minutes. Begun last, it would leave the other worker idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Runs tests of RAY first, because they are the longest part that cannot be divided."""
-    items.sort(key=lambda item: not item.nodeid.startswith(RAY))
+    """Runs first what takes longest and cannot be divided: the tests of RAY, then LONGEST."""
+    first = (RAY, LONGEST)
+    items.sort(key=lambda item: [not item.nodeid.startswith(one) for one in first])
 
 
-def pytest_collection_finish() -> None:
-    """Keeps later garbage collections from scanning modules and tests, which takes a second each
-    time."""
+@pytest.fixture(scope="module", autouse=True)
+def freeze_heap() -> Iterator[None]:
+    """Keeps garbage collections from scanning what was imported, collected and left over before
+    this module, which takes a second each time."""
     gc.freeze()
+    yield
+    gc.collect()  # here, so that what this module leaves open fails this module
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+import ssl
 from collections.abc import Awaitable, Callable, Sequence
+from functools import cache
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
@@ -50,6 +52,12 @@ def is_public(address: str) -> bool:
     return parsed.is_global and not parsed.is_multicast
 
 
+@cache
+def tls() -> ssl.SSLContext:
+    """Reading the certificates takes 30 ms, for which a change of the options would block."""
+    return httpx.create_ssl_context(trust_env=False)
+
+
 class Fetcher:
     """Fetches files from allowed hosts. One per process; keeps no connection open."""
 
@@ -66,6 +74,7 @@ class Fetcher:
         # cookie is kept, because they would be used for another name at the same address.
         self.client = httpx.AsyncClient(
             transport=transport,
+            verify=tls(),
             trust_env=False,
             timeout=options.timeout_seconds,
             limits=httpx.Limits(max_keepalive_connections=0),

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import ray
 from ray import serve
+from ray.serve._private import client
 
 from encoder_service.bench.cluster import free_ports
 from tests.serve.tiny import GRPC_PORT
@@ -49,6 +50,8 @@ def cluster() -> Iterator[Cluster]:
         proxy_location="HeadOnly",
         http_options={"host": "127.0.0.1", "port": http_port},
     )
+    # `serve.run` and `serve.delete` would look once a second whether they are done.
+    client.CLIENT_POLLING_INTERVAL_S = 0.1
     metrics = f"http://127.0.0.1:{metrics_port}/metrics"
     logs = Path(home, "ray", "session_latest", "logs", "serve")
     yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{GRPC_PORT}", logs, metrics)

@@ -30,6 +30,8 @@ from tests.serve.tiny import ARGS
 pytestmark = pytest.mark.extended
 
 CALLERS = 3
+PAUSE_SECONDS = 0.05
+"""Of a caller between two requests, on average."""
 SIDES = (48, 64, 96, 120, 160, 200, 256)
 TOLERANCE = 1e-3
 """For float32: an item may share other packs than when it was alone."""
@@ -57,13 +59,14 @@ def files(cluster: Cluster) -> Iterator[dict[bytes, np.ndarray[Any, Any]]]:
 
 @contextmanager
 def load(url: str, files: dict[bytes, np.ndarray[Any, Any]]) -> Iterator[None]:
-    """Callers send without pause before, during and after the block. All answers must be right."""
+    """Callers send before, during and after the block. All answers must be right. They pause
+    briefly between requests: without, they would slow down the start of what replaces the dead."""
     stop = threading.Event()
     outcomes: list[str] = []
 
     def call(random: Random) -> None:
         with Client(url, retries=0) as client:
-            while not stop.is_set():
+            while not stop.wait(random.uniform(0, 2 * PAUSE_SECONDS)):
                 images = random.choices(list(files), k=random.randint(1, 4))
                 try:
                     answers = client.encode(images, dtype="float32")

@@ -33,6 +33,9 @@ IMAGES = [jpeg(side, side) for side in (64, 96, 128, 160, 224, 256)]
 """Rows of 0.2, 0.4, 0.8, 1.2, 2.4 and 3.1 MB."""
 GRPC = f"grpc://127.0.0.1:{GRPC_PORT}"
 """All ingresses listen there. On one machine, Linux chooses one of them."""
+PAUSE_SECONDS = 0.1
+"""Of a caller between two requests, on average: without, callers would slow down the start of what
+replaces the dead."""
 KNOWN: dict[bytes, Rows] = {}
 """The rows of each image."""
 
@@ -138,7 +141,7 @@ def lose(
 
     `encoders`: how many the nodes in `left` have room for.
     """
-    callers = Callers(sources, KNOWN)
+    callers = Callers(sources, KNOWN, PAUSE_SECONDS)
     callers.start()
     within(60, lambda: len(callers.phase.latencies_seconds) > 20)
     phases = [callers.next_phase()]

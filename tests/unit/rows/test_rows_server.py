@@ -279,11 +279,12 @@ def test_a_reader_that_trickles_is_cut_off(
 
 
 def test_strangers_do_not_keep_readers_out(
-    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+    store: Dictionary, served: tuple[RowsServer, RowsPlace], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MOST_CONNECTIONS", 4)
-    name = store.keep(ROWS)
+    (rows_server, place), name = served, store.keep(ROWS)
     strangers = [raw(place) for _ in range(4)]
+    until(lambda: len(rows_server._connections) == 4)  # over TCP, readers over the unix socket
     readers = []
     for _ in range(4):
         reader = reader_of(place)
