@@ -54,7 +54,7 @@ def is_public(address: str) -> bool:
 
 @cache
 def tls() -> ssl.SSLContext:
-    """Reading the certificates takes 30 ms, for which a change of the options would block."""
+    """Cached, because reading the certificates would block each change of the options for 30 ms."""
     return httpx.create_ssl_context(trust_env=False)
 
 
