@@ -54,14 +54,15 @@ class FastSquareAttention(SquareAttention):
 
     def __call__(self, qkv: Tensor, values: Values) -> Tensor:
         """Overwrites qkv. The result is a view of it."""
-        from actors.kernels.triton import square_attention as triton
+        from actors.kernels.triton import square_attention
 
         size, side = qkv.shape[-1], self.side
         whole = size == 64 and side in VIEW_RINGS and self.tables.shape[1] == side
         kernels = kernels_for(qkv.device, qkv.dtype, size, side) if whole else None
         if not kernels:
-            return triton.attend_squares_(qkv, self.tables, side)
-        terms = triton.position_terms(qkv, self.tables, side, unit=1 / triton.LOG2_E)
+            return square_attention.attend_squares_(qkv, self.tables, side)
+        unit = 1 / square_attention.LOG2_E
+        terms = square_attention.position_terms(qkv, self.tables, side, unit)
         return attend_views_(qkv, terms, side, *kernels)
 
 

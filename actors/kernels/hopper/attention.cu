@@ -14,7 +14,7 @@
 //
 // Instructions other than wgmma take register bandwidth from the tensor cores, about a cycle each
 // (BENCHMARKS.md). So the softmax does not compute the maximum of every block (see Softmax) and, if
-// PAD, does not scale or subtract.
+// REFERRED, does not scale or subtract.
 //
 // A thread holds columns 2 (lane % 4) + {0, 1} of every 8, in rows lane / 4 and lane / 4 + 8 of its
 // warp. The last columns of the accumulators are the sums of the softmax weights.
@@ -23,6 +23,9 @@ constexpr int SLICES = (CHUNKS + 1) / 2;  // of 16 columns: the depth of one wgm
 constexpr int PRODUCER_REGISTERS = 32;
 constexpr int CONSUMER_REGISTERS = 160;
 constexpr int LINES = SIDE ? KEYS / SIDE : 1;
+// What Terms relies on. With so many blocks, Work::at is within the view also a stride too far.
+static_assert(!SIDE || (SIZE == 64 && SIDE % 8 == 0 && KEYS == LINES * SIDE && LINES <= 2 &&
+                        SIDE * SIDE % KEYS == 0 && SIDE * SIDE / KEYS > 2 * GROUPS));
 constexpr bool REFERRED = PAD || SIDE;  // GEMMs yield t - off; see Softmax
 constexpr float FACTOR = REFERRED ? 1 : SCALE;
 constexpr int COLUMNS = SIZE + 8;  // of the accumulators: the values end with a column of ones
@@ -36,8 +39,9 @@ constexpr u32 TILE_WORD = 0x40000040, REST_WORD = REST > 1 ? 0xc0000010 : 8;
 // other blocks need no maximum, no exchange between threads and no rescaling. `off` is a whole
 // number, so that raising it causes no rounding.
 //
-// If REFERRED, the GEMM yields t - off. Queries are scaled when they are loaded. If PAD, columns that
-// pad them hold -off, which is multiplied by ones in the keys; if SIDE, the GEMM starts with -off.
+// If REFERRED, the GEMM yields t - off, and queries are scaled when they are loaded. If PAD, columns
+// that pad them hold -off, which is multiplied by ones in the keys; if SIDE, the GEMM starts with
+// -off.
 struct Softmax {
     float off[2], decay[2];
     bool raised;
@@ -292,7 +296,8 @@ DEVICE void next_turn(int group) {
 
 // Accumulates every stride-th block of the item's keys, from `first` on. `last`: no later strip of
 // this warpgroup reads these blocks again, so their stages can be freed. `ordered`: all warpgroups
-// compute the same number of blocks in this round, and issue their GEMMs in turn.
+// compute the same number of blocks in this round, and issue their GEMMs in turn; never for views,
+// which are faster without.
 DEVICE void compute(const Ring& ring, Place& place, const Work& work, u32 (&q)[SLICES * 4],
                     float (&o)[COLUMNS / 2], Softmax& softmax, Terms& terms, int first, int stride,
                     bool last, int thread, int group, bool ordered) {

@@ -61,7 +61,8 @@ sizes 64 and 72, and with clusters at 72 and 80.
 
 VIEW_RINGS = {64: Ring(64, 12, side=64), 40: Ring(80, 9, side=40)}
 """The ring for square views of this many patches per side, whose relative positions are added to
-the scores. Head size 64. A stage holds whole rows of a view; see Terms in attention.cu."""
+the scores. Head size 64. A stage holds whole rows of a view; see Terms in attention.cu. There is
+none for 48 patches per side, the crops of DeepSeek-OCR 2."""
 
 NULL = bytes(8)
 

@@ -78,8 +78,8 @@ struct Work {
     DEVICE bool kept() const { return blocks() <= STAGES; }
     DEVICE int blocks() const { return (end - start + KEYS - 1) / KEYS; }
     // Which block of keys is the index-th to be computed. The last one, which may be partial, comes
-    // first. Then, unless they are views, items of one head start at different keys, so that they do
-    // not all read the same L2 lines.
+    // first. Then items of one head start at different keys, so that they do not all read the same
+    // L2 lines. Views, which need it on the consumer's side too, are faster without.
     DEVICE int at(int index) const {
         int whole = blocks() - 1, block = second + index - 1;
         return index == 0 ? whole : block < whole ? block : block - whole;

@@ -76,6 +76,8 @@ def launched(
         )
         monkeypatch.setattr(driver, "_active", active)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: chip)
+        # No kernels in CUDA C++, also where there is a GPU: the tensors are on the CPU.
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         return kernels
 
     monkeypatch.setattr(JITFunction, "run", compiled)
