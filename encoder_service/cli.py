@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run(options, Console())
     except (ServiceError, OSError) as error:
         return fail(error)
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError
 from functools import update_wrapper
 from pathlib import Path
 from typing import (
@@ -147,7 +148,7 @@ class AsyncClient:
         sent |= given(options, *sent)
         encode = (self.direct or self.transport).encode
         document = await self.persist(lambda: encode(items, sent))
-        return read_items(document)
+        return read_items(document, len(items))
 
     @overload
     async def plan(
@@ -179,7 +180,8 @@ class AsyncClient:
         items = await read_all(sources, request_item, "plan")
         sent: dict[str, Any] = {"on_error": on_error, "evs_rate": evs_rate}
         sent |= given(options, *sent)
-        return read_plans(await self.persist(lambda: self.transport.plan(items, sent)))
+        document = await self.persist(lambda: self.transport.plan(items, sent))
+        return read_plans(document, len(items))
 
     async def embed(
         self, sources: Sequence[File | Text], dimensions: int | None = None
@@ -213,7 +215,7 @@ class AsyncClient:
 
     async def fetch(self, reference: str) -> Embedding:
         """Returns the embedding kept under an id. Raises ServiceError "not_found" if it expired."""
-        (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)))
+        (found,) = read_items(await self.persist(lambda: self.transport.fetch(reference)), 1)
         assert isinstance(found, Embedding)
         return found
 
@@ -310,6 +312,10 @@ class Client:
         *,
         direct: bool = False,
     ) -> None:
+        self.calls: set[asyncio.Task[Any]] = set()
+        self.closed = False
+        self.lock = threading.Lock()
+        """Held while a call begins: `close` cancels all calls that began, and no others begin."""
         self.loop = asyncio.new_event_loop()
         self.loop.set_exception_handler(ignore_unclosed)
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
@@ -334,10 +340,22 @@ class Client:
     ready = blocking(AsyncClient.ready)
 
     def close(self) -> None:
-        if self.loop.is_closed():
-            return
-        self.run(self.client.close())
+        """Cancels calls of other threads, which raise RuntimeError, and waits until they ended."""
+        with self.lock:
+            if self.closed:
+                return
+            self.closed = True
+            ended = asyncio.run_coroutine_threadsafe(self.end(), self.loop)
+        ended.result()
         self.stop()
+
+    async def end(self) -> None:
+        calls = list(self.calls)
+        for call in calls:
+            if not call.cancelling():  # such as a dataset that was interrupted, and still writes
+                call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        await self.client.close()
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
@@ -345,12 +363,24 @@ class Client:
         self.loop.close()
 
     def run(self, call: Coroutine[Any, Any, Result]) -> Result:
-        under_way = asyncio.run_coroutine_threadsafe(call, self.loop)
+        with self.lock:
+            if self.closed:
+                call.close()
+                raise RuntimeError("the client is closed")
+            under_way = asyncio.run_coroutine_threadsafe(self.begin(call), self.loop)
         try:
             return under_way.result()
+        except CancelledError:
+            raise RuntimeError("the client was closed before the call was complete") from None
         except BaseException:  # also KeyboardInterrupt, which the other thread does not see
             under_way.cancel()
             raise
+
+    async def begin(self, call: Coroutine[Any, Any, Result]) -> Result:
+        if task := asyncio.current_task():
+            self.calls.add(task)
+            task.add_done_callback(self.calls.discard)
+        return await call
 
     def __enter__(self) -> Self:
         return self

@@ -99,8 +99,8 @@ class Written:
     failures: tuple[str, ...] = ()
     """The first few, with their errors."""
     skipped: tuple[str, ...] = ()
-    """Paths below the given folders that are not items by their names, are not regular files, or
-    are links to nothing or to a folder. skipped.txt has each one's reason."""
+    """Paths below the given folders that are not items by their names, are not regular files, are
+    links to nothing or to a folder, or may not be read. skipped.txt has each one's reason."""
 
 
 class EncodeCalls(Protocol):
@@ -264,8 +264,9 @@ def expanded_entry(
     if not given.is_dir():
         yield printable(str(given)), given
         return
+    os.scandir(given).close()  # rglob is silent about a folder that may not be read
     for path in sorted(given.rglob("*")):
-        if kind_of(path.name) in kinds and path.is_file():
+        if kind_of(path.name) in kinds and os.path.isfile(path):
             yield printable(str(path)), path
         elif reason := skip_reason(path, kinds):
             skipped[path] = reason
@@ -273,8 +274,12 @@ def expanded_entry(
 
 def skip_reason(path: Path, kinds: Sequence[str]) -> str | None:
     """Why a path is not an item. None for a folder, which is searched."""
+    if not os.access(path.parent, os.X_OK):
+        return "in a folder that may not be entered"
     if path.is_dir():
-        return "a link to a folder" if path.is_symlink() else None
+        if path.is_symlink():
+            return "a link to a folder"
+        return None if os.access(path, os.R_OK) else "a folder that may not be read"
     if not path.exists():
         return "a broken link"
     if kind_of(path.name) in kinds:

@@ -143,7 +143,10 @@ class GrpcTransport:
 
 
 def channel(url: str) -> grpc.aio.Channel:
+    """Raises ValueError for a URL without a host, or with a port that cannot be."""
     parts = urlsplit(url)
+    if not parts.hostname or parts.port == 0:
+        raise ValueError(f"{url!r}: the host is missing, or the port is 0")
     if parts.scheme == "grpcs":
         tls = grpc.ssl_channel_credentials()
         return grpc.aio.secure_channel(parts.netloc, tls, CHANNEL_OPTIONS)

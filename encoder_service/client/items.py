@@ -5,13 +5,14 @@ Only `Embedding.torch`, and the methods that pass embeddings to engines, need to
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import stat
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from io import BytesIO
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack
@@ -22,12 +23,12 @@ import numpy.typing as npt
 from PIL import Image
 
 from encoder_service.wire.documents import KWARGS, SOUNDS, VIDEOS, RequestItem, name_format
-from encoder_service.wire.formats import to_array
+from encoder_service.wire.formats import WIDTHS, to_array
 
 if TYPE_CHECKING:
     import torch
 
-Result = TypeVar("Result")
+Result = TypeVar("Result", "Embedding", "Plan")
 
 File = str | Path | bytes | Image.Image
 
@@ -308,18 +309,35 @@ LISTS = ("grid_thw", "shape", "timestamps", "frame_tokens", "kept_rows")
 """An item's fields that are lists in a document and tuples in an Embedding or Plan."""
 
 
-def read_items(document: Mapping[str, Any]) -> list[Embedding | ServiceError]:
-    """The items of a response document. Raises ServiceError if it is not one."""
+def read_items(document: Mapping[str, Any], count: int) -> list[Embedding | ServiceError]:
+    """The items of a response document. Raises ServiceError if it is not one of `count` items."""
     with reading():
+        check_count(document, count)
         shared = {name: document[name] for name in ("model", "weights", "timings")}
         shared |= {"family": document.get("family", ""), "data": b""}
-        return [read_item(Embedding, shared, item) for item in document["items"]]
+        found = [read_item(Embedding, shared, item) for item in document["items"]]
+        for one in found:
+            if isinstance(one, Embedding) and not one.reference:
+                check_size(one)
+        return found
 
 
-def read_plans(document: Mapping[str, Any]) -> list[Plan | ServiceError]:
-    """The items of a plan's document. Raises ServiceError if it is not one."""
+def read_plans(document: Mapping[str, Any], count: int) -> list[Plan | ServiceError]:
+    """The items of a plan's document. Raises ServiceError if it is not one of `count` items."""
     with reading():
+        check_count(document, count)
         return [read_item(Plan, {}, item) for item in document["items"]]
+
+
+def check_size(one: Embedding) -> None:
+    expected = math.prod(one.shape) * WIDTHS[one.dtype]
+    if len(one.data) != expected:
+        raise ValueError(f"item {one.index} has {len(one.data)} bytes, not {expected}")
+
+
+def check_count(document: Mapping[str, Any], count: int) -> None:
+    if (found := len(document["items"])) != count:
+        raise ValueError(f"{found} items, not {count}")
 
 
 @contextmanager
@@ -332,12 +350,15 @@ def reading() -> Iterator[None]:
 
 
 def read_item(
-    kind: Callable[..., Result], shared: Mapping[str, Any], item: Mapping[str, Any]
+    kind: type[Result], shared: Mapping[str, Any], item: Mapping[str, Any]
 ) -> Result | ServiceError:
+    """Ignores fields that this version does not know: a newer service may send more."""
     if "error" in item:
         return service_error(item["error"])
     lists = {name: tuple(item[name]) for name in LISTS if name in item}
-    return kind(**{**shared, **item, **lists})
+    known = {one.name for one in fields(kind)}
+    values = {**shared, **item, **lists}
+    return kind(**{name: value for name, value in values.items() if name in known})
 
 
 def request_item(source: Source) -> RequestItem:
@@ -345,7 +366,10 @@ def request_item(source: Source) -> RequestItem:
     if isinstance(source, Input):
         return replace(request_item(source.source), **source.options)
     if isinstance(source, Frames):
-        files = tuple(request_item(image).data or b"" for image in source.images)
+        images = [request_item(image) for image in source.images]
+        if url := next((one.url for one in images if one.url), None):
+            raise TypeError(f"Frames are paths, bytes of files or images, not URLs such as {url}")
+        files = tuple(one.data or b"" for one in images)
         return RequestItem("video", frames=files, fps=source.fps)
     if isinstance(source, Video):
         return replace(request_item(source.file), type="video")

@@ -30,6 +30,14 @@ HEAD_BYTES = 64 * 1024  # longest line and header value of a response
 PIECE_BYTES = 256 * 1024
 """Larger request bodies are sent in pieces of this size, because asyncio copies what the socket
 cannot take at once."""
+PROXY_ERRORS = {
+    413: "too_large",
+    502: "unavailable",
+    503: "unavailable",
+    504: "deadline_exceeded",
+}
+"""Types of errors that come from a proxy in front of the service, without a type. Any other status
+is an http_error."""
 KEPT_BYTES = 2**28
 LARGEST_BLOCK_BYTES = 2**25
 """The largest that every glibc accepts. Larger blocks are always returned to the system."""
@@ -216,8 +224,12 @@ def unreachable(error: Exception) -> str:
 
 
 def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:
+    """Raises ServiceError for values that msgpack cannot hold."""
     body = {"items": [item.document() for item in items], "options": options}
-    found: bytes = msgpack.packb(body)
+    try:
+        found: bytes = msgpack.packb(body)
+    except (OverflowError, TypeError) as error:
+        raise ServiceError("invalid_option", f"not sent: {error}") from None
     return found
 
 
@@ -236,7 +248,7 @@ def http_error(response: aiohttp.ClientResponse, body: bytes) -> ServiceError:
             raise TypeError
     except (ValueError, KeyError, TypeError):  # from a proxy in front of the service
         document = {
-            "type": "unavailable" if status in (502, 503) else "http_error",
+            "type": PROXY_ERRORS.get(status, "http_error"),
             "message": f"{status} {body[:200].decode(errors='replace')}",
             "retryable": status in (429, 502, 503),
         }

@@ -62,7 +62,9 @@ def above_zero(text: str) -> float:
 
 
 def add_json(parser: ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+    parser.add_argument(
+        "--json", type=output_file, metavar="FILE", help="also write the results as JSON"
+    )
 
 
 def add_plot(parser: ArgumentParser) -> None:
@@ -72,7 +74,15 @@ def add_plot(parser: ArgumentParser) -> None:
 def plot_file(text: str) -> Path:
     if find_spec("matplotlib") is None:
         raise ArgumentTypeError("matplotlib is missing: pip install 'encoder-service[bench]'")
-    return Path(text)
+    return output_file(text)
+
+
+def output_file(text: str) -> Path:
+    """Found out before hours of work."""
+    path = Path(text)
+    if not path.parent.is_dir() or path.is_dir():
+        raise ArgumentTypeError(f"{text!r} cannot be a file: no such folder, or itself a folder")
+    return path
 
 
 def fail(error: Exception) -> int:

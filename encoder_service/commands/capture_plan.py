@@ -99,6 +99,8 @@ def run(options: argparse.Namespace, console: Console) -> int:
 
 async def status(url: str) -> Document:
     """GET /v1/status, with the API token of ENCODER_SERVICE_TOKEN. Raises ConfigError."""
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError("the status is read over HTTP: give http://HOST:PORT")
     try:
         token = os.environ.get("ENCODER_SERVICE_TOKEN")
         transport = HttpTransport(url, token, STATUS_TIMEOUT_SECONDS)

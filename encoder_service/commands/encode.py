@@ -81,11 +81,14 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Returns 1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
     for path in options.paths:  # before anything is sent
-        if not path.startswith("https://") and not Path(path).exists():
+        if not path or (not path.startswith("https://") and not Path(path).exists()):
             url = "://" in path
             reason = "only https URLs are accepted" if url else "there is no such file"
-            raise ConfigError(f"{path}: {reason}")
-    return asyncio.run(write(options, console))
+            raise ConfigError(f"{path or repr(path)}: {reason}")
+    try:
+        return asyncio.run(write(options, console))
+    except ValueError as wrong:  # also from a manifest that is read because the service failed
+        raise ConfigError(str(wrong)) from None
 
 
 async def write(options: argparse.Namespace, console: Console) -> int:
@@ -125,8 +128,6 @@ async def write(options: argparse.Namespace, console: Console) -> int:
         if Manifest(options.out).shards:
             console.print(so_far(options.out), soft_wrap=True)
         return fail(error)
-    except ValueError as wrong:
-        raise ConfigError(str(wrong)) from None
     finally:
         await client.close()
     return show(written, options.out, console)

@@ -68,11 +68,12 @@ def add_server(parser: argparse.ArgumentParser, port: int) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
     try:
-        scheme = urlsplit(options.upstream).scheme
+        upstream = urlsplit(options.upstream)
+        complete = bool(upstream.hostname) and upstream.port != 0  # ValueError: no such port
     except ValueError as wrong:
         raise ConfigError(f"--upstream: {wrong}") from None
-    if scheme not in ("http", "https"):
-        raise ConfigError(f"--upstream: {options.upstream!r} must start with http:// or https://")
+    if upstream.scheme not in ("http", "https") or not complete:
+        raise ConfigError(f"--upstream: {options.upstream!r} must be http[s]://HOST:PORT")
     try:
         auth = AuthOptions(token_sha256=tuple(options.token_sha256))
     except ValidationError:  # pydantic's message would repeat what may be the token itself

@@ -231,7 +231,7 @@ class SglangEncoder:
         """Raises the client's ServiceError."""
         options = {"dtype": "bfloat16", "on_error": "fail"}
         call = partial(self.encoder.transport.encode, items, options)
-        found = read_items(await self.encoder.persist(call))
+        found = read_items(await self.encoder.persist(call), len(items))
         return [one for one in found if isinstance(one, Embedding)]
 
     async def deliver(self, receivers: Receivers, message: Message) -> None:

@@ -136,7 +136,8 @@ def read_response(data: bytes) -> None:
         content = StreamReader(BaseProtocol(loop), 2**16, loop=loop)
         content.feed_data(data)
         content.feed_eof()
-        read_items(await read_embeddings(content))
+        document = await read_embeddings(content)
+        read_items(document, len(document["items"]))
 
     asyncio.run(run())
 

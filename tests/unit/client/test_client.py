@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +20,15 @@ from fastapi import FastAPI, Request, Response
 
 import encoder_service
 from actors.kernels.gemm.fp8 import quantised
-from encoder_service.client import AsyncClient, Client, Embedding, ServiceError, Source
+from encoder_service.client import (
+    AsyncClient,
+    Client,
+    DatasetOptions,
+    Embedding,
+    Frames,
+    ServiceError,
+    Source,
+)
 from encoder_service.client.items import TOKEN, request_item, service_error
 from encoder_service.client.transports import HttpTransport
 from encoder_service.wire import documents as wire
@@ -246,6 +255,15 @@ def test_what_is_no_source_says_what_sources_are(
     assert server.calls == 0
 
 
+def test_values_that_cannot_be_sent(client: Client, server: Server) -> None:
+    with pytest.raises(ServiceError, match="not sent") as caught:
+        client.encode([b"x"], max_pixels=2**70)
+    assert caught.value.type == "invalid_option"
+    with pytest.raises(TypeError, match=r"Frames are .*not URLs such as https://a/b\.png"):
+        client.encode([Frames(["https://a/b.png"])])
+    assert server.calls == 0
+
+
 def test_a_token_that_is_missing_says_where_it_is_given() -> None:
     error = service_error({"type": "unauthorized", "message": "a token"}, 401)
     assert error.message == f"a token; {TOKEN}"
@@ -302,6 +320,87 @@ def test_nobody_there(scheme: str) -> None:
         with pytest.raises(ServiceError) as refused:
             client.encode([b"x"])
     assert (refused.value.type, refused.value.retryable) == ("unavailable", True)
+
+
+def waiting(began: threading.Event) -> FastAPI:
+    """Never answers b"wait"."""
+    app = Server().http()
+
+    @app.middleware("http")
+    async def wait(request: Request, proceed: Any) -> Response:
+        if b"wait" in await request.body():
+            began.set()
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.02)
+        found: Response = await proceed(request)
+        return found
+
+    return app
+
+
+def test_closing_ends_the_calls_of_other_threads() -> None:
+    began = threading.Event()
+    with in_a_thread(waiting(began)) as url, ThreadPoolExecutor(1) as pool:
+        client = Client(url)
+        call = pool.submit(client.encode, [b"wait"])
+        assert began.wait(60)
+        client.close()
+        with pytest.raises(RuntimeError, match="closed before the call was complete"):
+            call.result(20)
+        client.close()
+        with pytest.raises(RuntimeError, match="the client is closed"):
+            client.ready()
+
+
+def test_closing_waits_until_what_is_finished_of_a_dataset_is_written(tmp_path: Path) -> None:
+    began, out = threading.Event(), tmp_path / "out"
+    for name in ("a", "b", "wait"):
+        (tmp_path / f"{name}.jpg").write_text(name)
+    with in_a_thread(waiting(began)) as url, ThreadPoolExecutor(1) as pool:
+        client = Client(url)
+        options = DatasetOptions("float32", concurrency=1)
+        call = pool.submit(client.encode_dataset, tmp_path, out, options)
+        assert began.wait(60)
+        client.close()
+        lines = (out / "manifest.jsonl").read_text().splitlines()
+        with pytest.raises(RuntimeError, match="closed before"):
+            call.result(20)
+    assert [Path(one["name"]).name for one in json.loads(lines[1])["items"]] == ["a.jpg", "b.jpg"]
+
+
+@pytest.mark.parametrize("protocol", ["http"], indirect=True)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda items: items[:1], "1 items, not 2"),
+        (lambda items: [*items, items[0]], "3 items, not 2"),
+        (lambda items: [items[0] | {"data": b""}, items[1]], "item 0 has 0 bytes, not 16"),
+    ],
+)
+def test_a_response_that_lacks_something_is_no_response(
+    client: Client, monkeypatch: pytest.MonkeyPatch, change: Any, message: str
+) -> None:
+    responds(client, monkeypatch, change)
+    with pytest.raises(ServiceError, match=message) as caught:
+        client.encode([b"x", b"y"])
+    assert caught.value.type == "invalid_response"
+
+
+@pytest.mark.parametrize("protocol", ["http"], indirect=True)
+def test_a_newer_service_may_say_more(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    responds(client, monkeypatch, lambda items: [one | {"hue": "red"} for one in items])
+    assert [one.index for one in client.encode([b"x", b"y"])] == [0, 1]
+
+
+def responds(client: Client, monkeypatch: pytest.MonkeyPatch, change: Any) -> None:
+    """With other items than the server's."""
+    there = client.client.transport.encode
+
+    async def encode(items: list[wire.RequestItem], options: dict[str, Any]) -> dict[str, Any]:
+        document = await there(items, options)
+        return document | {"items": change(document["items"])}
+
+    monkeypatch.setattr(client.client.transport, "encode", encode)
 
 
 def test_unknown_schemes() -> None:

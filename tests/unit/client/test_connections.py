@@ -342,6 +342,19 @@ def test_errors_of_a_proxy_are_retryable_whatever_they_say(body: bytes) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.parametrize(("status", "kind"), [(413, "too_large"), (504, "deadline_exceeded")])
+def test_limits_of_a_proxy_are_named_as_ours(status: int, kind: str) -> None:
+    head = b"HTTP/1.1 %d Refused\r\ncontent-length: 6\r\n\r\n<html>" % status
+
+    async def run() -> None:
+        async with client(says(head)) as (http, _):
+            with pytest.raises(ServiceError, match=f"{status} <html>") as failed:
+                await http.model()
+            assert (failed.value.type, failed.value.retryable) == (kind, False)
+
+    asyncio.run(run())
+
+
 def test_a_model_card_that_is_not_json_is_an_invalid_response() -> None:
     async def run() -> None:
         async with client(says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno")) as (http, _):
@@ -510,7 +523,10 @@ def test_memory_of_a_large_response_is_used_again_for_the_next() -> None:
     assert faults(url, MALLOC_TRIM_THRESHOLD_="131072") > 1000
 
 
-@pytest.mark.parametrize("url", ["http://", "http:///v1", "http://host:99999"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://", "http:///v1", "http://host:99999", "grpc://", "grpc://:9000", "grpc://host:99999"],
+)
 def test_an_address_that_is_none(url: str) -> None:
     with pytest.raises(ValueError, match=r"host|[Pp]ort"):
         connect(url, None, 5)

@@ -166,6 +166,32 @@ def test_a_folder_in_order(folder: Path, tmp_path: Path) -> None:
                 assert rows.view(torch.uint8).numpy().tobytes().hex() == item["digest"][:16]
 
 
+def test_folders_that_may_not_be_read_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = tmp_path / "in", tmp_path / "out"
+    for name in ("closed", "listed", "open"):
+        (folder / name).mkdir(parents=True)
+        (folder / name / "1.jpg").write_bytes(b"image")
+    (folder / "closed" / "1.jpg").unlink()  # root, who may run this, would see it
+    denied = {(folder / "closed", os.R_OK), (folder / "listed", os.X_OK)}
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) not in denied)
+    isfile = os.path.isfile
+    monkeypatch.setattr(os.path, "isfile", lambda path: "listed" not in str(path) and isfile(path))
+    assert write(Caller(tmp_path / "log"), folder, out).encoded == 1
+    assert (out / "skipped.txt").read_text().splitlines() == [
+        f"{folder / 'closed'}\ta folder that may not be read",
+        f"{folder / 'listed' / '1.jpg'}\tin a folder that may not be entered",
+    ]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_a_given_folder_that_may_not_be_read_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir(mode=0)
+    with pytest.raises(PermissionError, match="in"):
+        write(Caller(tmp_path / "log"), tmp_path / "in", tmp_path / "out")
+
+
 def items(out: Path) -> list[Any]:
     lines = (out / "manifest.jsonl").read_text().splitlines()
     return [item for line in lines[1:] for item in json.loads(line)["items"]]

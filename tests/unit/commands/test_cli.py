@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from ray.serve.schema import ServeApplicationSchema
 
 from actors.spec.checkpoint import Preset
 from encoder_service import __version__, cli
-from encoder_service.commands import check
+from encoder_service.commands import check, simulate
 from encoder_service.commands.check import rollout
 from encoder_service.commands.simulate import ROWS
 
@@ -654,6 +655,12 @@ def test_capture_plan_compares_with_the_configuration(
     assert "fewer tokens than the configured budgets" in shown
 
 
+def test_capture_plan_reads_the_status_over_http(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(CONFIGS / "tiny.yaml")
+    assert cli.main(["capture-plan", "--from", "grpc://127.0.0.1:9000", "--config", config]) == 1
+    assert "over HTTP: give http://HOST:PORT" in capsys.readouterr().err
+
+
 def test_the_table_of_simulate_fits_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -666,6 +673,16 @@ def test_the_table_of_simulate_fits_a_terminal(
     assert max(map(len, shown.splitlines())) <= 80
 
 
+def test_a_command_that_is_interrupted_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "measure", interrupted)
+    assert cli.main(["simulate", "--replicas", "1"]) == 130
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -673,6 +690,8 @@ def test_the_table_of_simulate_fits_a_terminal(
         ["bench"],
         ["bench", "serve", "--config", "x", "--mix", "336"],
         ["bench", "serve", "--config", "x", "--policy", "best"],
+        ["simulate", "--replicas", "1", "--requests", "1", "--json", "nowhere/x.json"],
+        ["simulate", "--replicas", "1", "--requests", "1", "--json", "."],
     ],
 )
 def test_wrong_command_lines(arguments: list[str]) -> None:

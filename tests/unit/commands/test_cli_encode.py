@@ -46,6 +46,8 @@ def test_encode_looks_at_its_paths_before_it_begins(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["encode", "https://a/b.jpg", "nope.jpg", "--out", "out"]) == 1
     assert capsys.readouterr().err == "failed: nope.jpg: there is no such file\n"
+    assert cli.main(["encode", "", "--out", "out"]) == 1, "not all of the current folder"
+    assert capsys.readouterr().err == "failed: '': there is no such file\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -166,6 +168,9 @@ def test_encode_when_nobody_answers(tmp_path: Path, capsys: pytest.CaptureFixtur
     shown = capsys.readouterr()
     assert "unavailable" in shown.err
     assert shown.out == "", "nothing is there to go on from"
+    (tmp_path / "out" / "manifest.jsonl").write_text("hello\n")
+    assert cli.main(arguments) == 1
+    assert "manifest.jsonl is no manifest" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["localhost:8000", "http://[::1", "http://a:b:c"])

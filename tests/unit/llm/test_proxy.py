@@ -290,6 +290,8 @@ def test_bodies_are_bounded() -> None:
     [
         (["proxy", "--upstream", "localhost:1"], "--upstream: "),
         (["proxy", "--upstream", "http://["], "--upstream: "),
+        (["proxy", "--upstream", "http://"], "--upstream: "),
+        (["proxy", "--upstream", "http://a:99999"], "--upstream: "),
         (["proxy", "--upstream", "http://a", "--encoder", "ftp://b"], "--encoder: "),
         (["sglang", "--encoder", "ftp://b"], "--encoder: "),
         (["sglang", "--network", "10.0.0.1/8"], "--network: "),
