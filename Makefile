@@ -115,7 +115,7 @@ openapi-client: setup .venv-openapi/.installed
 
 # Fuzzes everything that parses bytes (tests/fuzz/__main__.py), FUZZ_SECONDS per target.
 FUZZ_SECONDS ?= 60
-FUZZ ?= image video decoder http_json http_msgpack http_form http_image http_accept grpc grpc_response response \
+FUZZ ?= image video sound decoder http_json http_msgpack http_form http_image http_accept grpc grpc_response response \
 	url redirect authorize
 fuzz: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check 'atheris>=3'

@@ -452,7 +452,10 @@ def each(encoder: EncoderOptions) -> str:
 def count(encoder: EncoderOptions) -> str:
     if scaling := encoder.autoscaling:
         least, most = scaling.min_replicas, scaling.max_replicas
-        return f"{least} to {most}, for {scaling.target_patches} outstanding patches each"
+        target = f"{scaling.target_patches} outstanding patches"
+        if scaling.target_seconds:
+            target = f"{scaling.target_seconds:g} s of work"
+        return f"{least} to {most}, for {target} each"
     return f"{encoder.replicas}"
 
 

@@ -64,6 +64,14 @@ def test_check_shows_what_would_be_served(capsys: pytest.CaptureFixture[str]) ->
     assert "limits.max_audio_seconds" not in rows
 
 
+def test_check_shows_what_autoscaling_aims_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaling = "autoscaling: {max_replicas: 4, target_seconds: 0.5}, num_gpus: 0, device: cpu}"
+    assert cli.main(["check", changed(tmp_path, COUNTED, scaling)]) == 0
+    assert "1 to 4, for 0.5 s of work each: 0 GPU" in capsys.readouterr().out
+
+
 def test_check_shows_the_limits_of_the_models_kind_of_item(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import yaml
 from actors.errors import ConfigError
 from actors.options import LEAST_RESERVED
 from encoder_service.app import check_object_store, check_resources
-from encoder_service.config import counted, encoders, parse, resources
+from encoder_service.config import ServiceOptions, counted, encoders, parse, resources
 
 DIGEST = "Ab" * 32
 
@@ -20,6 +22,16 @@ def options(text: str) -> dict[str, Any]:
     """`args` of an otherwise good configuration."""
     changed: dict[str, Any] = yaml.safe_load(text)
     return {"model": {"id": "m"}} | changed
+
+
+def test_the_documentation_has_every_key() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "configuration.md").read_text()
+    quoted = " ".join(re.findall(r"`([^`\n]+)`", page))
+    schema = ServiceOptions.model_json_schema()
+    sections = [schema, *schema["$defs"].values()]
+    keys = {key for section in sections for key in section["properties"]}
+    assert keys >= {"drain_timeout_seconds", "engine_args", "max_items"}
+    assert not sorted(keys - set(re.findall(r"\w+", quoted)))
 
 
 def test_a_bare_off_in_yaml_is_a_word() -> None:

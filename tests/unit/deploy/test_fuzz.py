@@ -5,6 +5,9 @@ The same ones in every run; `make fuzz` looks for new ones, guided by what they 
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -43,6 +46,12 @@ def edited(data: bytes, edits: list[tuple[float, str, bytes]]) -> bytes:
         else:
             data = data[:at]
     return data
+
+
+def test_make_fuzz_runs_every_target() -> None:
+    makefile = (Path(__file__).parents[3] / "Makefile").read_text().replace("\\\n", "")
+    (listed,) = re.findall(r"^FUZZ \?= (.*)$", makefile, re.MULTILINE)
+    assert listed.split() == list(TARGETS)
 
 
 @pytest.mark.parametrize("name", list(TARGETS))

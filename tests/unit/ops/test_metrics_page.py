@@ -1,10 +1,15 @@
 """One page of all replicas' series."""
 
+from pathlib import Path
+
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.telemetry.metrics import EncoderMetrics
+from encoder_service.llm.chat import ChatMetrics
 from encoder_service.ops.exchange import ServiceMetrics
 from encoder_service.ops.status import Page, Scrape, merge
+from router.metrics import RouterMetrics
 
 
 def samples(page: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
@@ -74,3 +79,12 @@ def test_the_page_says_how_complete_it_is() -> None:
     assert found["encoder_scraped_replicas", (("deployment", "Encoder"),)] == 0
     assert found["encoder_missing_replicas", (("deployment", "Encoder"),)] == 2
     assert found["encoder_missing_replicas", (("deployment", "Router"),)] == 0
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    listed = page.partition("## Metrics and the status page")[2].partition("\n## ")[0]
+    for each in (EncoderMetrics(), RouterMetrics(), ServiceMetrics(), ChatMetrics()):
+        for family in each.registry.collect():
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            assert f"`{name}`" in listed, name
