@@ -16,6 +16,9 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 Values = Mapping[str, Tensor]  # the inputs themselves
 
+LOG2_E = 1.4426950408889634
+"""Kernels compute exp(x) as 2 ** (x times this)."""
+
 GATED = ("swiglu", "swiglu_10", "geglu_tanh")
 """The activations that multiply one half of a row by the activation of the other."""
 

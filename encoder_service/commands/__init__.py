@@ -78,7 +78,7 @@ def plot_file(text: str) -> Path:
 
 
 def output_file(text: str) -> Path:
-    """Found out before hours of work."""
+    """Checked before the command begins, because the file is written when it ends."""
     path = Path(text)
     if not path.parent.is_dir() or path.is_dir():
         raise ArgumentTypeError(f"{text!r} cannot be a file: no such folder, or itself a folder")

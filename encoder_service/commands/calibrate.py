@@ -42,7 +42,8 @@ from encoder_service.config import encoders, load
 from encoder_service.intake.header import read_header
 
 FEWEST_IMAGES = 6
-"""With one, the errors of others were up to a third larger, with six 3 %: BENCHMARKS.md, FP8."""
+"""With one, the errors of others were up to a third larger, with six 3 %:
+docs/history/benchmarks.md, FP8 means."""
 ROWS_ERROR = 4.5e-2
 ROWS_COSINE = 0.998
 """Limits for the rows of every image: maximum relative error, minimum cosine similarity. The

@@ -81,7 +81,7 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Returns 1 if any item failed. Reads the API token from ENCODER_SERVICE_TOKEN."""
     for path in options.paths:  # before anything is sent
-        if not path or (not path.startswith("https://") and not Path(path).exists()):
+        if not path.startswith("https://") and not (path and Path(path).exists()):
             url = "://" in path
             reason = "only https URLs are accepted" if url else "there is no such file"
             raise ConfigError(f"{path or repr(path)}: {reason}")

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from actors.kernels import LOG2_E
 from actors.kernels.attention import Values
 from actors.kernels.hopper.attention import VIEW_RINGS, attend_views_, kernels_for
 from actors.models.layers.block import Affine, BlockWeights, layer_norm
@@ -61,8 +62,7 @@ class FastSquareAttention(SquareAttention):
         kernels = kernels_for(qkv.device, qkv.dtype, size, side) if whole else None
         if not kernels:
             return square_attention.attend_squares_(qkv, self.tables, side)
-        unit = 1 / square_attention.LOG2_E
-        terms = square_attention.position_terms(qkv, self.tables, side, unit)
+        terms = square_attention.position_terms(qkv, self.tables, side, unit=1 / LOG2_E)
         return attend_views_(qkv, terms, side, *kernels)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.kernels import Shapes, Values
+from actors.kernels import LOG2_E, Shapes, Values
 from actors.kernels.attention_fp8 import LongAttention, rotate_given
 from actors.kernels.break_points import break_point, in_use
 from actors.kernels.hopper import cuda
@@ -107,7 +107,7 @@ class HopperAttention:
         """Overwrites q with the result. Rows that no item of the table covers keep their q."""
         form, table = self.form(len(qkv)), values["attention_items"]
         for part in launches(qkv):
-            attend_(qkv, table, *form, *part)
+            attend_(qkv, table, *form, part)
         return queries(qkv)
 
     def fp8(self, qkv: Tensor, values: Values, cos: Tensor | None, sin: Tensor | None) -> Tensor:
@@ -126,10 +126,10 @@ def attend_(
     table: Tensor,
     ring: Ring,
     kernel: LoadedKernel,
-    launch: int = 0,
-    launches: int = 1,
+    part: tuple[int, int] = (0, 1),
     terms: Tensor | bytes = NULL,
 ) -> None:
+    """One of the launches over qkv. `part`: see launches."""
     rows, _, heads, size = qkv.shape
     flat, rest, keys = qkv.view(rows, -1), max(size - 64, 8), ring.keys // ring.cluster
     maps = b"".join(
@@ -143,7 +143,7 @@ def attend_(
     )
     sms = torch.cuda.get_device_properties(qkv.device).multi_processor_count
     blocks = (sms // ring.cluster * ring.cluster, 1, 1)
-    kernel.launch(blocks, qkv, table, maps, heads, launch, launches, terms)
+    kernel.launch(blocks, qkv, table, maps, heads, *part, terms)
 
 
 def queries(qkv: Tensor) -> Tensor:
@@ -269,7 +269,7 @@ def source(element: str, size: int, ring: Ring) -> str:
         "SIDE": ring.side,
         "PAD": int(size in PADDED and element == "bf16"),
         "HEADROOM": f"{HEADROOM[element]!r}f",
-        "SCALE": f"{size**-0.5 * 1.4426950408889634!r}f",  # log2(e)
+        "SCALE": f"{size**-0.5 * LOG2_E!r}f",
     }
     folder = Path(__file__).parent
     return cuda.source(

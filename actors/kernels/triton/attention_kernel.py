@@ -9,6 +9,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from actors.kernels import LOG2_E
+
 KEYS = 64  # rows of keys per step
 
 
@@ -133,7 +135,7 @@ def attend_(qkv: Tensor, table: Tensor, queries: int) -> Tensor:
         blocks(d0),
         blocks(k1),
         blocks(v1),
-        size**-0.5 * 1.4426950408889634,  # log2(e)
+        size**-0.5 * LOG2_E,
         HEADS=heads,
         SIZE=size,
         D0=d0,

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from actors.kernels import LOG2_E
 from actors.kernels.triton.attention_kernel import softmax_step
 
 SIDE = 8  # a step takes squares of SIDE x SIDE keys
-LOG2_E = 1.4426950408889634
 LARGE = 64  # windows with at least this many patches per side have larger tiles
 
 

@@ -74,6 +74,7 @@ def test_budgets_begin_at_64_tokens_or_below() -> None:
     assert QWEN.token_range() == (64, 16384)
     assert PackedSizing(16, 2, 1024, 32 * 1024).token_range() == (32, 32)
     assert PackedSizing(16, 2, 1, 10).token_range() == (1, 1), "an image has a token at least"
+    assert PackedSizing(16, 2, 10, 10).token_range() == (2, 2), "a thin one is enlarged"
 
 
 @given(
