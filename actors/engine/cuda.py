@@ -7,6 +7,7 @@ readback stream   readback buffer -> pinned host memory, while the next pack rep
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from actors.allocator import groups
 from actors.engine.device import Copies, Device, Inputs, MediaRows, copy_rows, count
-from actors.engine.slices import Pace
+from actors.engine.slices import Pace, Step
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.break_points import at_break_points, between
@@ -77,6 +78,8 @@ class CudaPace(Pace):
         super().__init__(slice_seconds)
         self.compute = compute
         self.steps: torch.cuda.Stream | None = None  # unknown before the first
+        self._begun: tuple[Step, torch.cuda.Event] | None = None
+        self._timed = deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]]()
 
     def idle(self) -> bool:
         return self.compute.query() and (self.steps is None or self.steps.query())
@@ -90,10 +93,20 @@ class CudaPace(Pace):
     def after_steps(self) -> None:
         self.compute.wait_stream(torch.cuda.current_stream())
 
-    def before_step(self) -> None:
+    def before_step(self, step: Step) -> None:
         self.steps = torch.cuda.current_stream()
         if not self.compute.query():
             self.steps.wait_stream(self.compute)
+        self._begun = step, self.steps.record_event(torch.cuda.Event(enable_timing=True))
+
+    def step_launched(self) -> None:
+        """Times that step, unless the device has been idle since."""
+        if self._begun and self.steps and not self.steps.query():
+            end = self.steps.record_event(torch.cuda.Event(enable_timing=True))
+            self._timed.append((*self._begun, end))
+        while self._timed and self._timed[0][-1].query():
+            step, begin, end = self._timed.popleft()
+            self.times.add(step, begin.elapsed_time(end) / 1000)
 
 
 class CudaDevice(Device):

@@ -9,29 +9,66 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from math import inf
 from time import sleep
+from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
 
-SHORT_STEP_TOKENS, SHORT_STEP_SHARE = 256, 3
-TOKENS_PER_SHARE = 2048
-"""How many slices a step waits for. A step that only decodes is short, so it can wait for several
-and still be shorter than a prefill. Longer steps wait in proportion to their length."""
+STRETCH = 1.5
+"""A step and its slices take at most this many times as long as a full step without slices."""
+MOST_SLICES = 3
+"""A step waits for no more slices than these, even if it is short."""
 ITEMS_PER_SHARE, MOST_SHARES = 2, 4
-"""Steps wait up to MOST_SHARES times as long while many items do. The items' requests then decode
-together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md, Answers)."""
-STEADY_TOKENS, STEADY_SHORT_SHARE = 512, 5
-"""A server that limits steps to few tokens is meant to have short gaps between tokens. So a step
-waits for at most one slice per STEADY_TOKENS of the largest possible step. This limit is never less
-than one slice, or STEADY_SHORT_SHARE slices for a step that only decodes."""
+"""While many items wait, steps wait for up to MOST_SHARES times MOST_SLICES slices. The items'
+requests then decode together, in fewer steps, so that more requests per second are answered
+(BENCHMARKS.md, Answers)."""
+PASSES = 16
+"""At most so many steps after one another wait for no slice."""
+TOKENS_APART, CONTEXT_APART = 64, 512
+"""Steps whose tokens and contexts differ by less are taken to be equally long."""
+FORGETTING = 1.02
+"""The shortest time of such steps counts. It grows by this factor with each of them, because a GPU
+slows down under load."""
 
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
 
 
+class Step(NamedTuple):
+    """A step of the language model."""
+
+    tokens: int
+    context: int
+    """Tokens before each of those, on average."""
+
+
+class StepTimes:
+    """How long steps take without their slices, as measured."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[Step, float] = {}
+
+    def add(self, step: Step, seconds: float) -> None:
+        kind = self._kind(step)
+        self._seconds[kind] = min(seconds, FORGETTING * self._seconds.get(kind, seconds))
+
+    def room(self, step: Step) -> tuple[float, bool]:
+        """Seconds for slices before `step`, and whether it takes longer than a full step: one with
+        as many tokens as any, and the least context. Without measurements they are infinite."""
+        if not self._seconds:
+            return inf, False
+        full = self._seconds[max(self._seconds, key=lambda kind: (kind.tokens, -kind.context))]
+        seconds = self._seconds.get(self._kind(step), full)
+        return STRETCH * full - seconds, seconds > full
+
+    def _kind(self, step: Step) -> Step:
+        return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)
+
+
 class Pace:
-    """Launches slices: about `slice_seconds` of them before each step of the language model, and
-    one at a time while no step is running.
+    """Launches slices before the steps of the language model, and one at a time while no step is
+    running.
 
     The engine's thread calls `launch`. The thread that launches steps calls `step` before each one.
     `step` launches slices itself, so that it does not wait until another thread gets the GIL.
@@ -40,7 +77,9 @@ class Pace:
     def __init__(self, slice_seconds: float) -> None:
         self.slice_seconds = slice_seconds
         self._lock = threading.Lock()
+        self.times = StepTimes()
         self._slices = deque[Slice]()  # of a replay, not launched yet
+        self._passed = 0  # steps since one waited for a slice
         self._failure: Exception | None = None
 
     def launch(self, slices: Iterable[Slice]) -> None:
@@ -56,16 +95,27 @@ class Pace:
         if failure:
             raise failure
 
-    def step(self, share: int = 1) -> None:
-        """Launches slices that take at most `share` times `slice_seconds` in total, but at least
-        one, so that every item makes progress. Called before each step of the language model."""
+    def step(self, step: Step, waiting: int = 0) -> None:
+        """Launches as many slices as there is room for (`StepTimes`), but at least one, so that
+        every item makes progress. A step that is longer than a full one, as it reads the end of a
+        long prompt, may wait for none. Called before each step of the language model.
+
+        `waiting`: items to be encoded.
+        """
+        self.step_launched()
         with self._lock:
             if self._slices:
                 self.after_steps()
-                left = self.slice_seconds * share - self._launch_first()
+                room, long = self.times.room(step)
+                shares = min(MOST_SHARES, 1 + waiting // ITEMS_PER_SHARE)
+                left = min(room, self.slice_seconds * MOST_SLICES * shares)
+                if not long or self._passed == PASSES:
+                    left = max(left, self._slices[0][0])
+                self._passed += 1
                 while self._slices and self._slices[0][0] <= left:
                     left -= self._launch_first()
-        self.before_step()
+                    self._passed = 0
+        self.before_step(step)
 
     def _launch_first(self) -> float:
         """Returns its seconds."""
@@ -91,17 +141,8 @@ class Pace:
     def after_steps(self) -> None:
         """Makes slices launched from now on wait for the steps launched before."""
 
-    def before_step(self) -> None:
+    def before_step(self, step: Step) -> None:
         """Makes the next step wait for the slices launched before."""
 
-
-def share_of(tokens: int, waiting: int, most_tokens: int) -> int:
-    """Slices that a step of the language model waits for, at least one.
-
-    `tokens`: in the step. `waiting`: items to be encoded. `most_tokens`: of the largest step.
-    """
-    share, least = max(1, tokens // TOKENS_PER_SHARE), 1
-    if tokens < SHORT_STEP_TOKENS:
-        share, least = SHORT_STEP_SHARE, STEADY_SHORT_SHARE
-    more = share * min(MOST_SHARES, 1 + waiting // ITEMS_PER_SHARE)
-    return min(more, max(least, most_tokens // STEADY_TOKENS))
+    def step_launched(self) -> None:
+        """Called when the whole of the previous step has been launched."""

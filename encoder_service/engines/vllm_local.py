@@ -33,7 +33,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.engine.engine import Engine
-from actors.engine.slices import share_of
+from actors.engine.slices import Step
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
 from actors.options import ActorOptions, GraphOptions, Options
@@ -69,7 +69,7 @@ class LocalOptions(Options):
 
     place: str = "local"
     chunk_ms: float = Field(5, gt=0)
-    """Length of a slice. A step of the language model waits for `share_of` slices."""
+    """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
     graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
@@ -81,7 +81,7 @@ class LoadedRows(ECConnectorMetadata):  # type: ignore[misc]  # types are checke
     """Passed to the worker's half, in the same process: rows [tokens, width] by id."""
 
     rows: dict[str, Tensor]
-    tokens: int  # in the step. 0: the language model does not run
+    step: Step  # without tokens: the language model does not run
 
 
 @dataclass(eq=False)
@@ -109,12 +109,10 @@ class LocalEncoder:
     """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
     `submit` are called from vLLM's thread."""
 
-    def __init__(self, engine: Engine, ahead_bytes: int, step_tokens: int) -> None:
-        """`step_tokens`: of the largest step (--max-num-batched-tokens)."""
+    def __init__(self, engine: Engine, ahead_bytes: int) -> None:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
-        self.step_tokens = step_tokens
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
@@ -340,8 +338,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""
         encoder = the(self.encoder)
-        tokens = scheduler_output.total_num_scheduled_tokens
-        built, encoder.loading = LoadedRows(encoder.loading, tokens), {}
+        built, encoder.loading = LoadedRows(encoder.loading, step_of(scheduler_output)), {}
         encoder.start()
         return built
 
@@ -369,14 +366,23 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             if rows.is_cuda:  # from the engine's stream
                 rows.record_stream(torch.cuda.current_stream())
             encoder_cache[name] = rows
-        if metadata.tokens:
+        if metadata.step.tokens:
             pace = encoder.engine.device.pace
             assert pace is not None
             waiting = sum(not item.done for item in encoder.items.values())
-            pace.step(share_of(metadata.tokens, waiting, encoder.step_tokens))
+            pace.step(metadata.step, waiting)
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""
+
+
+def step_of(scheduler_output: Any) -> Step:
+    tokens = scheduler_output.total_num_scheduled_tokens
+    counts, known = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
+    computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+    before = sum(count * computed[request] for request, count in counts.items())
+    return Step(tokens, before // max(1, tokens))
 
 
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
@@ -431,8 +437,7 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
-    step_tokens = vllm_config.scheduler_config.max_num_batched_tokens
-    return LocalEncoder(engine, options.ahead_bytes, step_tokens)
+    return LocalEncoder(engine, options.ahead_bytes)
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

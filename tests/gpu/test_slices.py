@@ -14,7 +14,7 @@ from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device, open_device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
-from actors.engine.slices import Slice
+from actors.engine.slices import STRETCH, Slice, Step
 from actors.models.load import build, tensors
 from actors.models.tower import Tower
 from actors.options import GraphOptions, ModelOptions
@@ -25,6 +25,7 @@ from tests.gpu.towers import cuda, finished, published
 pytestmark = pytest.mark.gpu
 
 SLICE_SECONDS = 0.005
+FULL = Step(1024, 0)
 MODEL = "qwen3vl-8b"
 FULL_HD, ULTRA_HD = (34, 60), (68, 120)  # tokens
 
@@ -86,7 +87,7 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
         """Milliseconds from the end of one to the end of the next."""
         ends = []
         for _ in range(count):
-            pace.step()
+            pace.step(FULL)
             for _ in range(4):
                 x.mm(x)
             ends.append(torch.cuda.Event(enable_timing=True))
@@ -103,6 +104,8 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     assert torch.equal(answer.result().rows, alone)
     free = max(before, median(steps(20)))  # a lower clock makes all steps longer
     held = [each - free for each in beside if each > free + 0.5]
+    measured = 1000 * pace.times.room(FULL)[0] / (STRETCH - 1)
+    assert 0.8 * before < measured < 1.1 * free
     print(f"a step {free:.1f} ms; held up: {[round(each, 1) for each in held]} ms")
     assert 4 <= len(held) <= 20
     assert max(held) < 2000 * SLICE_SECONDS

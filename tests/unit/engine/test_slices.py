@@ -17,7 +17,7 @@ from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
-from actors.engine.slices import Pace, share_of
+from actors.engine.slices import FORGETTING, PASSES, STRETCH, Pace, Step, StepTimes
 from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
@@ -42,7 +42,7 @@ class Recorded(Pace):
     def after_steps(self) -> None:
         self.seen.append("after")
 
-    def before_step(self) -> None:
+    def before_step(self, step: Step) -> None:
         self.seen.append("step")
 
     @contextmanager
@@ -62,26 +62,89 @@ class Recorded(Pace):
             sleep(0.001)
 
 
-def test_a_step_launches_as_many_slices_as_fit() -> None:
+DECODING, READING, LAST = Step(8, 2000), Step(512, 0), Step(512, 9000)
+ALONE = {DECODING: 4.0, READING: 16.0, LAST: 22.0}
+"""Seconds of steps without slices. With 1.5 times 16, there is room for 20, 8 and 2."""
+
+
+def timed(slice_seconds: float) -> Recorded:
+    pace = Recorded(slice_seconds)
+    for step, seconds in ALONE.items():
+        pace.times.add(step, seconds)
+    return pace
+
+
+@pytest.mark.parametrize(
+    ("step", "waiting", "slices"),
+    [
+        (DECODING, 1, 6),  # three times 5 seconds
+        (DECODING, 2, 8),
+        (DECODING, 99, 8),
+        (READING, 1, 3),
+        (READING, 99, 3),
+        (LAST, 99, 0),
+        (Step(520, 100), 99, 3),  # like READING
+        (Step(300, 4000), 99, 3),  # not measured: as long as a full one
+    ],
+)
+def test_a_step_with_its_slices_is_no_longer_than_a_full_one_and_a_half(
+    step: Step, waiting: int, slices: int
+) -> None:
+    assert STRETCH == 1.5
+    pace = timed(5)
+    with pace.replay(*[2.5] * 20):
+        pace.step(step, waiting)
+        assert pace.seen == ["after", *["slice"] * slices, "step"]
+        pace.free = True
+
+
+@pytest.mark.parametrize(("waiting", "slices"), [(0, 3), (1, 3), (2, 6), (5, 9), (6, 12), (99, 12)])
+def test_before_steps_are_measured_the_number_of_slices_is_limited(
+    waiting: int, slices: int
+) -> None:
     pace = Recorded(5)
-    with pace.replay(*[2] * 12):
-        for share in (1, 1, 3, 1):
-            pace.step(share)
-    at_most = [["after", *["slice"] * slices, "step"] for slices in (2, 2, 7, 1)]
-    assert pace.seen == [one for step in at_most for one in step]
+    with pace.replay(*[5] * 20):
+        pace.step(READING, waiting)
+        assert pace.seen.count("slice") == slices
+        pace.free = True
 
 
 def test_a_slice_that_never_fits_is_launched_alone() -> None:
-    pace = Recorded(1)
-    with pace.replay(4, 4):
-        pace.step()
-        pace.step()
-    assert pace.seen == ["after", "slice", "step"] * 2
+    for pace, step in ((Recorded(1), DECODING), (timed(1), DECODING), (timed(1), READING)):
+        with pace.replay(40, 40):
+            pace.step(step)
+            pace.step(step)
+        assert pace.seen == ["after", "slice", "step"] * 2
+
+
+def test_long_steps_wait_for_a_slice_now_and_then() -> None:
+    pace = timed(5)
+    with pace.replay(5, 5):
+        for _ in range(2 * PASSES + 2):
+            pace.step(LAST)
+    assert pace.seen == [*["after", "step"] * PASSES, "after", "slice", "step"] * 2
+
+
+def test_the_shortest_time_of_a_step_is_forgotten_slowly() -> None:
+    times, step = StepTimes(), Step(640, 0)
+
+    def full() -> float:
+        return times.room(step)[0] / (STRETCH - 1)
+
+    for seconds, expected in ((30, 30), (12, 12), (20, 12 * FORGETTING), (11, 11)):
+        times.add(step, seconds)
+        assert full() == pytest.approx(expected)
+    for _ in range(100):
+        times.add(step, 20)
+    assert full() == pytest.approx(20)
+    times.add(Step(639, 700), 3)  # fewer tokens, and more context
+    times.add(Step(640, 600), 40)
+    assert full() == pytest.approx(20)
 
 
 def test_a_step_launches_nothing_when_no_slice_is_ready() -> None:
     pace = Recorded(5)
-    pace.step()
+    pace.step(DECODING)
     assert pace.seen == ["step"]
 
 
@@ -101,11 +164,11 @@ def test_a_slice_that_fails_fails_its_replay_not_the_step() -> None:
     with ThreadPoolExecutor(1) as threads:
         launched = threads.submit(pace.launch, [(1.0, fail), (1.0, fail)])
         pace.waits()
-        pace.step()
+        pace.step(DECODING)
         with pytest.raises(ZeroDivisionError):
             launched.result(10)
     with pace.replay(1) as launched:
-        pace.step()
+        pace.step(DECODING)
         launched.result(10)
     assert pace.seen == ["after", "step", "after", "slice", "step"]
 
@@ -115,7 +178,7 @@ def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
     with ThreadPoolExecutor(2) as threads:
         launched = threads.submit(pace.launch, [(1.0, partial(go.wait, 10))])
         pace.waits()
-        step = threads.submit(pace.step)
+        step = threads.submit(pace.step, DECODING)
         end = monotonic() + 10
         while pace._slices:
             assert monotonic() < end
@@ -137,7 +200,7 @@ def test_packs_are_completed_while_others_wait_for_a_step() -> None:
     answers = [engine.submit(toy_item(4, seed)) for seed in range(3)]
     for seed, answer in enumerate(answers):
         pace.waits()
-        pace.step()
+        pace.step(DECODING)
         assert torch.equal(answer.result(10).rows, toy_rows(toy_item(4, seed)))
     last = engine.submit(toy_item(4, 3))
     pace.waits()
@@ -184,10 +247,3 @@ def test_every_family_says_where_its_layers_end(preset: str, tmp_path: Path) -> 
             with at_break_points(partial(reached.append, None)):
                 graphs.run(tokens, [item])
             assert reached
-
-
-def test_steps_wait_longer_while_items_wait_unless_steps_are_to_be_short() -> None:
-    for largest, decoding, reading in ((8192, (3, 6, 12), (4, 8, 16)), (512, (3, 5, 5), (1, 1, 1))):
-        waiting = 0, 2, 99
-        assert tuple(share_of(8, some, largest) for some in waiting) == decoding
-        assert tuple(share_of(largest, some, largest) for some in waiting) == reading

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.slices import Pace
+from actors.engine.slices import Pace, Step
 from actors.engine.video_chunks import rows_of
 from actors.errors import EncodeFailed
 from actors.families.registry import read
@@ -68,9 +68,7 @@ class Images:
         return int(self.mm_features[index].mm_position.length)
 
 
-def configured(
-    model: str, cards: int = 1, cache: str = "lru", step_tokens: int = 8192, **options: Any
-) -> Any:
+def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
     """vllm.config.VllmConfig, as far as the connector reads it."""
     vllm = config(None, cache=cache)
     extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
@@ -78,7 +76,6 @@ def configured(
     vllm.ec_transfer_config.get_from_extra_config = extra.get
     vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
     vllm.load_config = SimpleNamespace(load_format="dummy")
-    vllm.scheduler_config = SimpleNamespace(max_num_batched_tokens=step_tokens)
     vllm.model_config.model, vllm.model_config.revision = model, None
     vllm.model_config.dtype = torch.float32
     return vllm
@@ -105,7 +102,19 @@ class Halves:
                     if self.scheduler.has_cache_item(feature.identifier):
                         self.scheduler.update_state_after_alloc(request, index)
                 scheduled.append(request)
-        step = SimpleNamespace(total_num_scheduled_tokens=len(scheduled) * tokens)
+        new = [
+            SimpleNamespace(req_id=str(n), num_computed_tokens=computed)
+            for n in range(len(scheduled))
+        ]
+        step = SimpleNamespace(
+            total_num_scheduled_tokens=len(scheduled) * tokens,
+            num_scheduled_tokens={one.req_id: tokens for one in new},
+            scheduled_new_reqs=new[::2],
+            scheduled_cached_reqs=SimpleNamespace(
+                req_ids=[one.req_id for one in new[1::2]],
+                num_computed_tokens=[computed] * len(new[1::2]),
+            ),
+        )
         self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(step))
         self.worker.start_load_caches(self.cache)
         return scheduled
@@ -255,42 +264,19 @@ def test_a_request_waits_for_all_of_its_images_and_then_holds_none(stubbed: Stub
 def test_slices_are_launched_before_steps_of_the_model_alone(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares: list[int] = []
-    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
+    seen: list[tuple[Step, int]] = []
+    pace = stubbed.engine.device.pace
+    monkeypatch.setattr(pace, "step", lambda *call: seen.append(call))
+    stubbed.step(stubbed.images("a", "x", "y"))  # no tokens
+    assert seen == []
     text = Images("text", {})
-    stubbed.step(stubbed.images("a", "x"))  # no tokens
-    assert shares == []
-    for tokens in (1, 300, 2125, 8192):
-        stubbed.step(text, tokens=tokens)
-    assert shares == [3, 1, 1, 4], "short steps, which only decode, leave more time"
-
-
-def test_steps_leave_more_time_while_many_images_wait(
-    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shares: list[int] = []
-    monkeypatch.setattr(stubbed.engine.device.pace, "step", shares.append)
-    for count in (1, 2, 4, 6, 20):
-        stubbed.step(stubbed.images(f"request {count}", *map(str, range(count))))
-        stubbed.step(Images("text", {}), tokens=2048)
-    assert shares == [1, 2, 3, 4, 4]
-    stubbed.submitted(20)
-    for place in range(17):
-        stubbed.answer(place)
-    stubbed.step(Images("text", {}), tokens=2048)
-    assert shares[-1] == 2, "three are left"
-
-
-def test_where_steps_are_small_they_wait_for_few_slices(
-    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    halves, shares = Stubbed(connector_module, monkeypatch, step_tokens=512), list[int]()
-    monkeypatch.setattr(halves.engine.device.pace, "step", shares.append)
-    halves.step(halves.images("a", *map(str, range(20))))
-    for tokens in (1, 512):
-        halves.step(Images("text", {}), tokens=tokens)
-    assert shares == [5, 1]
-    halves.worker.shutdown()
+    stubbed.step(text, tokens=8192)
+    stubbed.step(text, text, tokens=300, computed=7)
+    assert seen == [(Step(8192, 0), 2), (Step(600, 7), 2)]
+    stubbed.submitted(2)
+    stubbed.answer(0)
+    stubbed.step(text)
+    assert seen[2:] == [(Step(1, 0), 1)]
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
