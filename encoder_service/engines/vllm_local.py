@@ -113,6 +113,7 @@ class LocalEncoder:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
+        self.pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
@@ -174,28 +175,35 @@ class LocalEncoder:
         frames = len(pixels.data) // (rows * columns)
         video = feature.modality == "video"
         plan = self.spec.sizing.plan_of_grid((frames, rows, columns), video=video)
-        most = self.engine.capacity.budgets[0][-1:] or self.engine.capacity.tokens
         largest = plan.group_tokens if video else plan.tokens
-        if plan.tokens != request.get_num_encoder_embeds(index) or largest > most[0]:
+        fits = largest <= most_tokens(self.engine)
+        if not fits or plan.tokens != request.get_num_encoder_embeds(index):
             return None
         size_bytes = plan.tokens * self.spec.width * getattr(torch, self.spec.dtype).itemsize
         return LocalItem(plan, pixels.data, size_bytes)
 
     def start(self) -> None:
         """Gives waiting items to the engine, oldest first, as far as there is room for their rows.
-        If nothing else can make progress, the oldest one is started regardless."""
+        If nothing else can make progress, the oldest one is started regardless.
+
+        Two items may be encoded at a time, or as many as have `pack_tokens` tokens. More would gain
+        nothing, and copying their pixels to the device delays the step that is being launched.
+        """
         held = [item for item in self.items.values() if item.rows]
         used = sum(item.size_bytes for item in held)
-        stuck = not self.ready and all(item.done for item in held)
+        encoding = [item.plan.tokens for item in held if not item.done]
+        stuck = not self.ready and not encoding
         for item in self.items.values():
             if item.rows:
                 continue
-            if used + item.size_bytes > self.ahead_bytes and not stuck:
+            enough = len(encoding) > 1 and sum(encoding) + item.plan.tokens > self.pack_tokens
+            if enough or (used + item.size_bytes > self.ahead_bytes and not stuck):
                 break
             item.rows, stuck = Future(), False
             item.time = Stopwatch(item.rows)
             self.threads.submit(self.submit, item, item.rows)
             used += item.size_bytes
+            encoding.append(item.plan.tokens)
 
     def submit(self, item: LocalItem, rows: Future[Tensor]) -> None:
         """Runs in `threads`."""
@@ -226,6 +234,12 @@ class LocalEncoder:
             for future in (item.rows, item.answer):
                 if future:
                     future.cancel()
+
+
+def most_tokens(engine: Engine) -> int:
+    """Of a pack."""
+    (most,) = engine.capacity.budgets[0][-1:] or engine.capacity.tokens
+    return most
 
 
 def completed(rows: Future[Tensor], answer: Future[Item]) -> None:

@@ -347,6 +347,25 @@ def test_rows_ahead_of_need_are_bounded_and_the_oldest_come_first(
     halves.worker.shutdown()
 
 
+def test_two_items_are_encoded_at_a_time_or_half_a_pack(stubbed: Stubbed) -> None:
+    """The largest budget has 64 tokens."""
+    large = [stubbed.images(name, name, rows=40) for name in "abcd"]
+    small = [stubbed.images(f"small {n}", f"small {n}") for n in range(12)]
+    stubbed.step(*large, *small)
+    stubbed.submitted(2)
+    assert [name for name, item in stubbed.items.items() if item.rows] == ["a", "b"]
+    for place in range(4):
+        stubbed.answer(place)
+        stubbed.step(*large, *small)
+        stubbed.submitted(min(4, place + 3))
+    assert stubbed.step() == []
+    stubbed.submitted(12)
+    assert len(stubbed.engine.submitted) == 4 + 8
+    stubbed.answer(4)
+    stubbed.step()
+    stubbed.submitted(13)
+
+
 def test_answers_that_are_being_written_keep_no_large_request_waiting(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
