@@ -100,10 +100,11 @@ class CudaPace(Pace):
         self._begun = step, self.steps.record_event(torch.cuda.Event(enable_timing=True))
 
     def step_launched(self) -> None:
-        """Times that step, unless the device has been idle since."""
-        if self._begun and self.steps and not self.steps.query():
+        """Times that step, unless it has ended already, because the device may be idle since."""
+        begun, self._begun = self._begun, None
+        if begun and self.steps and not self.steps.query():
             end = self.steps.record_event(torch.cuda.Event(enable_timing=True))
-            self._timed.append((*self._begun, end))
+            self._timed.append((*begun, end))
         while self._timed and self._timed[0][-1].query():
             step, begin, end = self._timed.popleft()
             self.times.add(step, begin.elapsed_time(end) / 1000)

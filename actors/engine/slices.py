@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from math import inf
 from time import sleep
 from typing import NamedTuple
 
@@ -17,14 +16,15 @@ POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps h
 
 STRETCH = 1.5
 """A step and its slices take at most this many times as long as a full step without slices."""
-MOST_SLICES = 3
-"""A step waits for no more slices than these, even if it is short."""
-ITEMS_PER_SHARE, MOST_SHARES = 2, 4
-"""While many items wait, steps wait for up to MOST_SHARES times MOST_SLICES slices. The items'
-requests then decode together, in fewer steps, so that more requests per second are answered
-(BENCHMARKS.md, Answers)."""
-PASSES = 16
-"""At most so many steps after one another wait for no slice."""
+SLICES, TOKENS_PER_SLICE = 3, 2048
+"""Slices that a step waits for at most. A step of TOKENS_PER_SLICE tokens or more, which is long
+without slices, waits for one per TOKENS_PER_SLICE."""
+ITEMS_PER_TIME, MOST_TIMES = 2, 4
+"""While many items wait, there may be up to MOST_TIMES times as many slices. The items' requests
+then decode together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md,
+Answers)."""
+PASSES = 7
+"""At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps whose tokens and contexts differ by less are taken to be equally long."""
 FORGETTING = 1.02
@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
     tokens: int
     context: int
-    """Tokens before each of those, on average."""
+    """Mean length of what each of the tokens attends to from earlier steps, in tokens."""
 
 
 class StepTimes:
@@ -48,19 +48,22 @@ class StepTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[Step, float] = {}
+        self._full: Step | None = None
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
         self._seconds[kind] = min(seconds, FORGETTING * self._seconds.get(kind, seconds))
+        self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
 
     def room(self, step: Step) -> tuple[float, bool]:
-        """Seconds for slices before `step`, and whether it takes longer than a full step: one with
-        as many tokens as any, and the least context. Without measurements they are infinite."""
-        if not self._seconds:
-            return inf, False
-        full = self._seconds[max(self._seconds, key=lambda kind: (kind.tokens, -kind.context))]
-        seconds = self._seconds.get(self._kind(step), full)
-        return STRETCH * full - seconds, seconds > full
+        """Seconds for slices before `step`, 0 until a step has been measured, and whether it is
+        one that takes longer than a full step, as it reads the end of a long prompt. A full step
+        is, of those with the most tokens, the one with the least context."""
+        if self._full is None:
+            return 0.0, False
+        full, kind = self._seconds[self._full], self._kind(step)
+        seconds = self._seconds.get(kind, full)
+        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
 
     def _kind(self, step: Step) -> Step:
         return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)
@@ -97,24 +100,25 @@ class Pace:
 
     def step(self, step: Step, waiting: int = 0) -> None:
         """Launches as many slices as there is room for (`StepTimes`), but at least one, so that
-        every item makes progress. A step that is longer than a full one, as it reads the end of a
-        long prompt, may wait for none. Called before each step of the language model.
+        every item makes progress. Steps that are longer than a full one may wait for none, but not
+        more than PASSES in a row. Called before each step of the language model.
 
         `waiting`: items to be encoded.
         """
-        self.step_launched()
         with self._lock:
             if self._slices:
-                self.after_steps()
                 room, long = self.times.room(step)
-                shares = min(MOST_SHARES, 1 + waiting // ITEMS_PER_SHARE)
-                left = min(room, self.slice_seconds * MOST_SLICES * shares)
+                times = min(MOST_TIMES, 1 + waiting // ITEMS_PER_TIME)
+                slices = (step.tokens // TOKENS_PER_SLICE or SLICES) * times
+                left = min(room, self.slice_seconds * slices)
                 if not long or self._passed == PASSES:
                     left = max(left, self._slices[0][0])
                 self._passed += 1
+                if self._slices[0][0] <= left:
+                    self._passed = 0
+                    self.after_steps()
                 while self._slices and self._slices[0][0] <= left:
                     left -= self._launch_first()
-                    self._passed = 0
         self.before_step(step)
 
     def _launch_first(self) -> float:
@@ -145,4 +149,4 @@ class Pace:
         """Makes the next step wait for the slices launched before."""
 
     def step_launched(self) -> None:
-        """Called when the whole of the previous step has been launched."""
+        """Called when the whole of a step has been launched, and nothing of the next one."""

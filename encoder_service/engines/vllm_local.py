@@ -113,6 +113,8 @@ class LocalEncoder:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
+        assert engine.device.pace is not None
+        self.pace = engine.device.pace
         self.pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
@@ -352,6 +354,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""
         encoder = the(self.encoder)
+        encoder.pace.step_launched()
         built, encoder.loading = LoadedRows(encoder.loading, step_of(scheduler_output)), {}
         encoder.start()
         return built
@@ -381,10 +384,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
                 rows.record_stream(torch.cuda.current_stream())
             encoder_cache[name] = rows
         if metadata.step.tokens:
-            pace = encoder.engine.device.pace
-            assert pace is not None
             waiting = sum(not item.done for item in encoder.items.values())
-            pace.step(metadata.step, waiting)
+            encoder.pace.step(metadata.step, waiting)
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""

@@ -87,6 +87,7 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
         """Milliseconds from the end of one to the end of the next."""
         ends = []
         for _ in range(count):
+            pace.step_launched()
             pace.step(FULL)
             for _ in range(4):
                 x.mm(x)

@@ -9,11 +9,13 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 from time import monotonic, sleep
+from typing import cast
 
 import pytest
 import torch
 
 from actors.engine.budgets import Capacity, Segments
+from actors.engine.cuda import CudaPace
 from actors.engine.device import Device
 from actors.engine.engine import PacedEngine
 from actors.engine.graphs import GraphSet, capture
@@ -52,7 +54,10 @@ class Recorded(Pace):
         with ThreadPoolExecutor(1) as threads:
             launched = threads.submit(self.launch, slices)
             self.waits()
-            yield launched
+            try:
+                yield launched
+            finally:
+                self.free = True  # launches what is left, so that a test that fails ends
 
     def waits(self) -> None:
         """For the engine's thread to bring slices."""
@@ -80,6 +85,7 @@ def timed(slice_seconds: float) -> Recorded:
         (DECODING, 1, 6),  # three times 5 seconds
         (DECODING, 2, 8),
         (DECODING, 99, 8),
+        (Step(60, 2040), 99, 8),  # like DECODING
         (READING, 1, 3),
         (READING, 99, 3),
         (LAST, 99, 0),
@@ -94,19 +100,41 @@ def test_a_step_with_its_slices_is_no_longer_than_a_full_one_and_a_half(
     pace = timed(5)
     with pace.replay(*[2.5] * 20):
         pace.step(step, waiting)
-        assert pace.seen == ["after", *["slice"] * slices, "step"]
-        pace.free = True
+        assert pace.seen == [*["after"] * bool(slices), *["slice"] * slices, "step"]
 
 
-@pytest.mark.parametrize(("waiting", "slices"), [(0, 3), (1, 3), (2, 6), (5, 9), (6, 12), (99, 12)])
-def test_before_steps_are_measured_the_number_of_slices_is_limited(
-    waiting: int, slices: int
+@pytest.mark.parametrize(
+    ("tokens", "slices"),
+    [(8, (3, 3, 6, 9, 12, 12)), (3000, (1, 1, 2, 3, 4, 4)), (8192, (4, 4, 8, 12, 16, 16))],
+)
+def test_where_full_steps_are_long_the_number_of_slices_is_limited(
+    tokens: int, slices: tuple[int, ...]
 ) -> None:
+    for waiting, expected in zip((0, 1, 2, 5, 6, 99), slices, strict=True):
+        pace = Recorded(5)
+        pace.times.add(Step(8192, 0), 200)
+        pace.times.add(Step(8, 0), 6)
+        pace.times.add(Step(3000, 0), 60)
+        with pace.replay(*[5] * 20):
+            pace.step(Step(tokens, 0), waiting)
+            assert pace.seen.count("slice") == expected
+
+
+def test_before_a_step_has_been_measured_all_wait_for_one_slice() -> None:
     pace = Recorded(5)
     with pace.replay(*[5] * 20):
-        pace.step(READING, waiting)
-        assert pace.seen.count("slice") == slices
-        pace.free = True
+        pace.step(READING, 99)
+        assert pace.seen == ["after", "slice", "step"]
+
+
+def test_steps_that_only_decode_are_never_long() -> None:
+    """Even if no longer ones have been seen."""
+    pace = Recorded(5)
+    for step, seconds in ((Step(50, 0), 5), (Step(30, 6000), 9)):
+        pace.times.add(step, seconds)
+    with pace.replay(*[5] * 20):
+        pace.step(Step(30, 6000))
+        assert pace.seen == ["after", "slice", "step"]
 
 
 def test_a_slice_that_never_fits_is_launched_alone() -> None:
@@ -122,7 +150,7 @@ def test_long_steps_wait_for_a_slice_now_and_then() -> None:
     with pace.replay(5, 5):
         for _ in range(2 * PASSES + 2):
             pace.step(LAST)
-    assert pace.seen == [*["after", "step"] * PASSES, "after", "slice", "step"] * 2
+    assert pace.seen == [*["step"] * PASSES, "after", "slice", "step"] * 2
 
 
 def test_the_shortest_time_of_a_step_is_forgotten_slowly() -> None:
@@ -131,6 +159,7 @@ def test_the_shortest_time_of_a_step_is_forgotten_slowly() -> None:
     def full() -> float:
         return times.room(step)[0] / (STRETCH - 1)
 
+    times.add(Step(640, 600), 40)  # more context
     for seconds, expected in ((30, 30), (12, 12), (20, 12 * FORGETTING), (11, 11)):
         times.add(step, seconds)
         assert full() == pytest.approx(expected)
@@ -140,6 +169,61 @@ def test_the_shortest_time_of_a_step_is_forgotten_slowly() -> None:
     times.add(Step(639, 700), 3)  # fewer tokens, and more context
     times.add(Step(640, 600), 40)
     assert full() == pytest.approx(20)
+
+
+class SimulatedStream:
+    """A CUDA stream of which the test says when it has ended."""
+
+    now = 0.0
+
+    def __init__(self) -> None:
+        self.end = 0.0
+
+    def run(self, seconds: float) -> None:
+        self.end = max(self.end, self.now) + seconds
+
+    def query(self) -> bool:
+        return self.now >= self.end
+
+    def wait_stream(self, other: SimulatedStream) -> None:
+        self.end = max(self.end, other.end)
+
+    def record_event(self, event: SimulatedEvent) -> SimulatedEvent:
+        event.end = max(self.end, self.now)
+        return event
+
+
+class SimulatedEvent(SimulatedStream):
+    def elapsed_time(self, other: SimulatedEvent) -> float:
+        return 1000 * (other.end - self.end)
+
+
+def test_a_step_is_timed_without_slices_and_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps, compute = SimulatedStream(), SimulatedStream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: steps)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimulatedEvent())
+    pace = CudaPace(5, cast(torch.cuda.Stream, compute))
+
+    def step(tokens: int) -> None:
+        pace.step_launched()
+        steps.run(2)  # copies the step's inputs
+        pace.step(Step(tokens, 0))
+        steps.run(10)
+
+    step(640)
+    with ThreadPoolExecutor(1) as threads:
+        threads.submit(pace.launch, [(5, partial(compute.run, 50))])
+        while not pace._slices:
+            sleep(0.001)
+        step(320)
+    assert steps.end == 12 + 2 + 50 + 10
+    step(128)
+    for now in (100.0, 200.0):  # the device is idle
+        monkeypatch.setattr(SimulatedStream, "now", now)
+        pace.step_launched()
+        steps.run(1)
+        pace.step_launched()
+    assert pace.times._seconds == pytest.approx({Step(10, 0): 10, Step(5, 0): 10})
 
 
 def test_a_step_launches_nothing_when_no_slice_is_ready() -> None:

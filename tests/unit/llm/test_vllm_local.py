@@ -265,8 +265,10 @@ def test_slices_are_launched_before_steps_of_the_model_alone(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Step, int]] = []
+    launched: list[int] = []
     pace = stubbed.engine.device.pace
     monkeypatch.setattr(pace, "step", lambda *call: seen.append(call))
+    monkeypatch.setattr(pace, "step_launched", lambda: launched.append(len(seen)))
     stubbed.step(stubbed.images("a", "x", "y"))  # no tokens
     assert seen == []
     text = Images("text", {})
@@ -277,6 +279,7 @@ def test_slices_are_launched_before_steps_of_the_model_alone(
     stubbed.answer(0)
     stubbed.step(text)
     assert seen[2:] == [(Step(1, 0), 1)]
+    assert launched == [0, 0, 1, 2], "before the next step is prepared, if there is one"
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
@@ -344,6 +347,22 @@ def test_rows_ahead_of_need_are_bounded_and_the_oldest_come_first(
         halves.submitted(place + 1)
         halves.answer(place)
     assert halves.step(large) == [large]
+    halves.worker.shutdown()
+
+
+def test_rows_of_a_request_that_is_ready_take_the_room_of_others(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy", dtype="float32"))
+    halves = Stubbed(connector_module, monkeypatch, ahead_bytes=2 * 4 * spec.width * 4)
+    ready = halves.images("ready", "x", "y")
+    halves.step(ready, halves.images("other", "z"))
+    halves.submitted(2)
+    for place in range(2):
+        halves.answer(place)
+    assert halves.scheduler.ensure_cache_available(ready, 0)
+    halves.step()
+    assert halves.items["z"].rows is None
     halves.worker.shutdown()
 
 
