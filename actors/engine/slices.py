@@ -40,7 +40,7 @@ class Step(NamedTuple):
 
     tokens: int
     context: int
-    """Mean length of what each of the tokens attends to from earlier steps, in tokens."""
+    """Tokens of earlier steps that each of them attends to, on average."""
 
 
 class StepTimes:
