@@ -67,8 +67,9 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     completions if there is a language model."""
     app = FastAPIOffline(
         title="Encoder Service",
-        description="The vision encoders of vision-language models as a separate service. Images "
-        "and videos in, embeddings out, with rows in the order of the model's own processor.",
+        description="The encoders of vision-language and audio models as a separate service. "
+        "Images, videos or sounds in, embeddings out, with rows in the order of the model's own "
+        "processor.",
         version=service.card["versions"]["encoder-service"],
         redoc_url=None,
         lifespan=lifespan,
@@ -88,7 +89,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         response_class=Response,
     )
     async def encode(request: Request) -> Response:
-        """Embeddings of images and videos, in the order of the request."""
+        """Embeddings of images, videos and sounds, in the order of the request."""
         accept = check_head(request, default_of(request), WRITERS)
         service.backend.check_room()  # 413 before 429: retrying would not help
         service.unsent.check_room(1)
@@ -115,7 +116,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         response_class=Response,
     )
     async def plan(request: Request) -> Response:
-        """What images and videos would cost, from their headers alone. Needs no encoder.
+        """What images, videos and sounds would cost, from their headers alone. Needs no encoder.
 
         The request is the same as for /v1/encode. Options that only concern the embeddings have no
         effect.
@@ -133,6 +134,8 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
             raise InvalidOption(
                 "options belong in the body's `options`: only a bare file has them in the query"
             )
+        if len(request.query_params.multi_items()) > len(request.query_params):
+            raise InvalidOption("the query has an option twice: give each once")
         accept = choose(request.headers.get("accept", ""), default, formats)
         check_length(request, service.limits)
         return accept

@@ -18,7 +18,7 @@ from yarl import URL
 
 from encoder_service.client.items import ServiceError, service_error
 from encoder_service.client.receiving import Takeover, read_embeddings
-from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.documents import KWARGS, RequestItem, check_option
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
 
 if TYPE_CHECKING:
@@ -225,12 +225,29 @@ def unreachable(error: Exception) -> str:
 
 def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:
     """Raises ServiceError for values that msgpack cannot hold."""
-    body = {"items": [item.document() for item in items], "options": options}
+    documents = [item.document() for item in items]
     try:
-        found: bytes = msgpack.packb(body)
-    except (OverflowError, TypeError) as error:
-        raise ServiceError("invalid_option", f"not sent: {error}") from None
+        found: bytes = msgpack.packb({"items": documents, "options": options})
+    except (OverflowError, TypeError):
+        for index, document in enumerate(documents):
+            check_packed(document, f"items[{index}]")
+        check_packed(options, "options")
+        raise
     return found
+
+
+def check_packed(values: dict[str, Any], where: str) -> None:
+    """Raises ServiceError for the first value that msgpack cannot hold."""
+    for name, value in values.items():
+        try:
+            if name in KWARGS:
+                check_option(name, value)
+            msgpack.packb(value)
+        except WireError as error:
+            raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
+        except (OverflowError, TypeError):
+            shown = f"not sent: {where}.{name} cannot be {value!r:.40}"
+            raise ServiceError("invalid_option", shown) from None
 
 
 async def pieces(body: bytes) -> AsyncIterator[memoryview]:

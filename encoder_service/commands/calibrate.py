@@ -103,7 +103,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
         f"{plan.rows_cosine:.5f}"
     )
     options.out.write_text(plan.model_dump_json(indent=2) + "\n")
-    console.print(f"graphs: {{precision: fp8, precision_file: {options.out}}}", highlight=False)
+    console.print(
+        f"graphs: {{precision: fp8, precision_file: {options.out.resolve()}}}", highlight=False
+    )
     return 0
 
 

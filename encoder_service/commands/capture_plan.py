@@ -115,10 +115,12 @@ async def status(url: str) -> Document:
 def histogram(path: Path) -> Counter[Size]:
     """How many images of each size there are. Raises ConfigError, OSError."""
     counts: Counter[Size] = Counter()
-    for line in filter(str.strip, path.read_text(errors="replace").splitlines()):
+    for number, line in enumerate(path.read_text(errors="replace").splitlines(), start=1):
+        if not line.strip():
+            continue
         found = re.fullmatch(r"\s*([1-9]\d*)x([1-9]\d*)(?:[\s,]+(\d+))?\s*", line)
         if not found:
-            raise ConfigError(f"{line!r:.100} is not `WIDTHxHEIGHT COUNT`")
+            raise ConfigError(f"line {number}: {line[:60]!r} is not `WIDTHxHEIGHT COUNT`")
         width, height, count = found.groups(default="1")
         counts[Size(int(width), int(height))] += int(count)
     if not counts.total():

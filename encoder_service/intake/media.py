@@ -82,7 +82,7 @@ class Admission:
         Raises InvalidRequest, InvalidOption or TooLarge if the request as a whole is rejected.
         """
         if not items:
-            raise InvalidRequest("the request has no items: send at least one image")
+            raise InvalidRequest("the request has no items: send at least one")
         check_items(len(items), self.limits)
         if kwargs != NO_KWARGS:
             self.spec.check_taken(kwargs, *self.spec.kinds)

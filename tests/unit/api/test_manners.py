@@ -86,6 +86,7 @@ def test_a_bare_file_has_its_options_in_the_query() -> None:
 @pytest.mark.parametrize(
     ("query", "says"),
     [
+        ("dtype=float32&dtype=float16", "the query has an option twice"),
         ("dtipe=float32", "options.dtipe: unknown; known are "),
         ("dtype=int8", "options.dtype"),
         ("timeout_s=soon", "options.timeout_s"),

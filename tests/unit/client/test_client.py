@@ -26,6 +26,7 @@ from encoder_service.client import (
     DatasetOptions,
     Embedding,
     Frames,
+    Input,
     ServiceError,
     Source,
 )
@@ -256,9 +257,12 @@ def test_what_is_no_source_says_what_sources_are(
 
 
 def test_values_that_cannot_be_sent(client: Client, server: Server) -> None:
-    with pytest.raises(ServiceError, match="not sent") as caught:
+    said = r"not sent: options\.max_pixels must be .* not 118059"
+    with pytest.raises(ServiceError, match=said) as caught:
         client.encode([b"x"], max_pixels=2**70)
     assert caught.value.type == "invalid_option"
+    with pytest.raises(ServiceError, match=r"not sent: items\[1\]\.max_pixels must be"):
+        client.encode([b"x", Input(b"x", max_pixels={1})])  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"Frames are .*not URLs such as https://a/b\.png"):
         client.encode([Frames(["https://a/b.png"])])
     assert server.calls == 0

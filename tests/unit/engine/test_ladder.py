@@ -178,7 +178,7 @@ def test_a_line_without_a_count_is_one_image(
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("336by336 3", "'336by336 3' is not `WIDTHxHEIGHT COUNT`"),
+        ("336by336 3", "line 1: '336by336 3' is not `WIDTHxHEIGHT COUNT`"),
         ("336x336 3 4", "'336x336 3 4' is not"),
         ("336x336 many", "many"),
         ("0x336 3", "'0x336 3' is not"),
