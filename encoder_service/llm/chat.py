@@ -126,9 +126,19 @@ class Embedder:
     async def _answers(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin, keep: bool
     ) -> list[Answer]:
-        call = partial(self._call, origin, keep)
-        work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
-        return await deadline.keep(work)
+        made: list[Embedding] = []
+
+        async def call(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
+            answers = await self._call(origin, keep, media, dtype, timeout_seconds)
+            made.extend(one for one in answers if isinstance(one, Embedding))
+            return answers
+
+        try:
+            work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
+            return await deadline.keep(work)
+        except BaseException:
+            self.release(made)  # of earlier attempts
+            raise
 
     async def _by_value(
         self,

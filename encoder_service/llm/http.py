@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import InvalidOption, InvalidRequest, ServiceError, Unavailable
+from actors.errors import EmbeddingLost, InvalidOption, InvalidRequest, ServiceError, Unavailable
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import EnlargingSizing
 from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
@@ -56,8 +56,9 @@ from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, Document, WireError, read_json
 
 ATTEMPTS = 3
-"""Maximum attempts at a request whose replica is lost before any text was sent. Lost embeddings do
-not count, because router/here.py retries them."""
+"""Maximum attempts at a request whose replica is lost, or whose rows are lost during generation,
+before any text was sent. Embeddings that are lost earlier do not count, because router/here.py
+retries them."""
 
 MOST_VALUES = 2**20
 """Maximum number of values in a body, as wire/formats.py counts them: commas in texts count too."""
@@ -135,11 +136,12 @@ class ChatService:
         admitted: list[Media | ServiceError] = []
         if parsed.items:
             admission = self.admission
+            given = parsed.request.mm_processor_kwargs
+            kwargs = kwargs_of(given, parsed.items, admission.spec)
             detailed = [
-                with_detail(item, part, admission)
+                with_detail(item, part, admission, kwargs)
                 for item, (_, part) in zip(parsed.items, parsed.request.media(), strict=True)
             ]
-            kwargs = kwargs_of(parsed.request.mm_processor_kwargs, detailed, admission.spec)
             admitted = await admission.admit(
                 detailed, take, self.options.video_pruning_rate, kwargs=kwargs
             )
@@ -171,7 +173,8 @@ class ChatService:
         return ready
 
     async def complete(self, call: ChatCall) -> tuple[list[Piece], Finish]:
-        """Returns the whole completion. If the replica is lost, starts over on another one."""
+        """Returns the whole completion. Starts over if the replica is lost, or rows that vLLM reads
+        again after a preemption."""
         pieces: list[Piece] = []
         async with aclosing(self._events(call, pieces.clear)) as events:
             async for event in events:
@@ -207,12 +210,17 @@ class ChatService:
                     raise
                 if forget:
                     forget()
+            except EmbeddingLost:
+                if attempt == ATTEMPTS or not begun or forget is None:
+                    raise
+                forget()
 
 
 def with_detail(
-    item: RequestItem, part: ImagePart | VideoPart, admission: Admission
+    item: RequestItem, part: ImagePart | VideoPart, admission: Admission, kwargs: ProcessorKwargs
 ) -> RequestItem:
-    """Returns the item with the `max_pixels` that its `detail` stands for."""
+    """Returns the item with the `max_pixels` that its `detail` stands for. `kwargs`: those of the
+    request, whose `min_pixels` are lowered to that."""
     spec = admission.spec
     most = spec.largest("image", admission.tokens).get("max_pixels")
     if not isinstance(part, ImagePart) or part.image_url.detail == "auto" or not most:
@@ -220,7 +228,8 @@ def with_detail(
     low = part.image_url.detail == "low"
     sizing = spec.sizing if low else spec.own_sizing or spec.sizing
     pixels = min(LOW_PIXELS if low else math.inf, sizing.defaults()["max_pixels"] or most, most)
-    return replace(item, max_pixels=int(pixels))
+    fewest = min(kwargs.min_pixels, int(pixels)) if kwargs.min_pixels else None
+    return replace(item, min_pixels=fewest, max_pixels=int(pixels))
 
 
 def kwargs_of(given: ChatKwargs, items: Sequence[RequestItem], spec: ModelSpec) -> ProcessorKwargs:

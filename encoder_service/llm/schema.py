@@ -90,7 +90,7 @@ class SamplingParams(StrictModel):
     """0: greedy. None: as in the checkpoint's generation_config.json."""
     top_p: float | None = Field(None, gt=0, le=1)
     """None: as in the checkpoint's generation_config.json."""
-    seed: int | None = Field(None, ge=0, lt=2**63)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     stop: Annotated[
         tuple[Annotated[str, Field(min_length=1, max_length=MOST_STOP_CHARACTERS)], ...],
         Field(max_length=MOST_STOPS),
@@ -149,6 +149,13 @@ class VllmParams(SamplingParams):
     def top_logprobs_need_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs: true")
+        return self
+
+    @model_validator(mode="after")
+    def seeds_have_64_bits(self) -> Self:
+        """vLLM seeds each completion with the next number. Its engine dies of a larger one."""
+        if self.seed is not None and self.seed + self.n > 2**63:
+            raise ValueError("seed: at most 2**63 - n; lower it")
         return self
 
 
@@ -243,6 +250,29 @@ class VideoPart(StrictModel):
     video_url: VideoUrl
 
 
+class Only:
+    """Annotates a parameter for which only `accepted` values, which change nothing, are allowed."""
+
+    def __init__(self, *accepted: Any) -> None:
+        self.accepted = accepted
+
+    def check(self, value: Any) -> Any:
+        """Returns the accepted value, which may be of another type: 1 for 1.0."""
+        for one in self.accepted:
+            if one == value:
+                return one
+        shown = " or ".join(map(json.dumps, self.accepted))
+        raise ValueError(f"only {shown} is supported here")
+
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self.check, handler(kind))
+
+    def __get_pydantic_json_schema__(
+        self, kind: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"enum": [*self.accepted, None]}
+
+
 def as_parts(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
@@ -256,6 +286,9 @@ class ChatMessage(StrictModel):
         list[ContentPart],
         BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart]),
     ] = Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)
+    tool_calls: Annotated[Any, Only([])] = None
+    """This and `annotations` are empty in completions that clients send back."""
+    annotations: Annotated[Any, Only([])] = None
 
     def for_template(self) -> Message:
         """Text-only content becomes a string, which every chat template accepts."""
@@ -295,27 +328,6 @@ class StreamOptions(StrictModel):
 class VllmStreamOptions(StreamOptions):
     continuous_usage_stats: bool = False
     """With include_usage: events with text have a `usage`, and tokens without text are events."""
-
-
-class Only:
-    """Annotates a parameter for which only `accepted` values, which change nothing, are allowed."""
-
-    def __init__(self, *accepted: Any) -> None:
-        self.accepted = accepted
-
-    def check(self, value: Any) -> Any:
-        if value in self.accepted:
-            return value
-        shown = " or ".join(map(json.dumps, self.accepted))
-        raise ValueError(f"only {shown} is supported here")
-
-    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self.check, handler(kind))
-
-    def __get_pydantic_json_schema__(
-        self, kind: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        return {"enum": [*self.accepted, None]}
 
 
 class ChatRequest(SamplingParams):
@@ -430,6 +442,8 @@ def place(keys: Sequence[int | str]) -> str:
     """The path of a key: `messages[0].content[1].text`. Unknown keys are cut short."""
     if keys[2:3] == ("content",):
         keys = (*keys[: MESSAGE_PART - 1], *keys[MESSAGE_PART:])
+    if keys[:1] == ("response_format",):
+        keys = (*keys[:1], *keys[2:])  # pydantic names its type, too
     named = (f"[{key}]" if isinstance(key, int) else f".{key[:MOST_KEY]}" for key in keys)
     return "".join(named).removeprefix(".")
 

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from prometheus_client import REGISTRY, generate_latest
 
-from actors.errors import ConfigError, EmbeddingLost, InvalidRequest, Unavailable
+from actors.errors import ConfigError, EmbeddingLost, InvalidRequest, Overloaded, Unavailable
 from actors.options import ModelOptions
 from actors.store.writer import tensor
 from actors.types import Embedding, Media
@@ -193,7 +193,7 @@ class VllmEngine:
     async def generate(
         self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
     ) -> AsyncGenerator[ChatEvent]:
-        from vllm.exceptions import VLLMClientError
+        from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         assert isinstance(call.sampling, VllmParams)
@@ -225,8 +225,10 @@ class VllmEngine:
                             raise Unavailable(
                                 f"vLLM ended the completion ({reason}): send the request again"
                             )
-        except VLLMClientError as error:
+        except exceptions.VLLMClientError as error:
             raise InvalidRequest(str(error)) from None
+        except getattr(exceptions, "GracefulHTTPError", ()) as error:  # max_num_queued_reqs, ...
+            raise Overloaded(str(error)) from None
         except EngineGenerateError as error:
             if isinstance(error.__cause__, ValueError):  # from checks of parameters
                 raise InvalidRequest(str(error.__cause__)) from None

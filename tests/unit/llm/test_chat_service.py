@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
-from actors.errors import EncodeFailed, InvalidMedia
+from actors.errors import EmbeddingLost, EncodeFailed, InvalidMedia
 from actors.families.registry import read
 from actors.options import GraphOptions, ImagesKwargs, ModelOptions
 from actors.types import ProcessorKwargs
@@ -181,6 +181,12 @@ def test_pixels_in_vllm_s_words(kwargs: dict[str, Any], tokens: int) -> None:
     assert tokens_of(image(jpeg(1200, 800)), mm_processor_kwargs=kwargs) == [tokens]
 
 
+def test_detail_takes_precedence_over_min_pixels() -> None:
+    for kwargs in ({"min_pixels": 1_000_000}, {"size": {"shortest_edge": 1_000_000}}):
+        assert tokens_of(detailed("low"), mm_processor_kwargs=kwargs) == [247]
+    assert tokens_of(detailed("high"), mm_processor_kwargs={"min_pixels": 1_000_000}) == [1014]
+
+
 def test_frames_in_vllm_s_words() -> None:
     film = video(40, size=(64, 48), fps=10)
     part = {
@@ -243,6 +249,20 @@ def test_a_whole_answer_begins_anew_where_a_stream_cannot() -> None:
     assert last["error"]["type"] == "unavailable"
     assert answer.text.endswith("data: [DONE]\n\n")
     assert (len(replicas.calls), replicas.closed) == (1, 1)
+
+
+def test_a_whole_answer_begins_anew_if_rows_are_lost_under_it() -> None:
+    """vLLM reads the rows of a preempted completion again."""
+    broken: Script = [Piece("half"), EmbeddingLost("gone")]
+    replicas = Replicas(broken, WHOLE)
+    answer = client(replicas).post(PATH, json=HELLO)
+    assert answer.json()["choices"][0]["message"]["content"] == "one two"
+    assert len(replicas.calls) == 2
+    assert client(Replicas(*[broken] * ATTEMPTS)).post(PATH, json=HELLO).status_code == 503
+    replicas = Replicas([EmbeddingLost("gone")])  # the replica has tried again itself
+    assert client(replicas).post(PATH, json=HELLO).status_code == 503
+    streamed = client(Replicas(broken)).post(PATH, json=HELLO | {"stream": True})
+    assert "error" in events(streamed.text)[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -428,6 +448,28 @@ def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> 
     assert http.post(PATH, json=HELLO | values).status_code == 200
     assert http.post(PATH, json=HELLO).status_code == 200
     assert replicas.calls[0].sampling == replicas.calls[1].sampling
+
+
+def test_one_may_be_written_with_a_point() -> None:
+    streamed = client(Replicas(WHOLE)).post(PATH, json=HELLO | {"n": 1.0, "stream": True})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_seed_may_be_negative() -> None:
+    replicas = Replicas(WHOLE)
+    assert client(replicas).post(PATH, json=HELLO | {"seed": -(2**63)}).status_code == 200
+    assert replicas.calls[0].sampling.seed == -(2**63)
+    assert client(Replicas()).post(PATH, json=HELLO | {"seed": -(2**63) - 1}).status_code == 400
+
+
+def test_empty_lists_of_an_answered_message_are_accepted() -> None:
+    answered = {"role": "assistant", "content": "yes", "tool_calls": [], "annotations": []}
+    replicas = Replicas(WHOLE)
+    assert client(replicas).post(PATH, json=HELLO | {"messages": [answered]}).status_code == 200
+    assert replicas.calls[0].messages == ({"role": "assistant", "content": "yes"},)
+    called = answered | {"tool_calls": [{"id": "1"}]}
+    refused = client(replicas).post(PATH, json=HELLO | {"messages": [called]})
+    assert refused.json()["error"]["param"] == "messages[0].tool_calls"
 
 
 def test_null_is_as_nothing_everywhere() -> None:

@@ -154,3 +154,10 @@ def test_ids_of_a_request_that_fails_are_released(error: ServiceError) -> None:
     with pytest.raises(AtItem):
         embedded(routers)
     assert routers.released == [f"a.{MEDIA[0].digest}.b"]
+
+
+def test_ids_of_an_attempt_are_released_if_the_next_one_fails() -> None:
+    routers = Routers(EmbeddingLost("its replica ended"), Unavailable("no router"))
+    with pytest.raises(Unavailable):
+        embedded(routers)
+    assert routers.released == [f"a.{MEDIA[0].digest}.b"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.errors import ConfigError, EmbeddingLost
+from actors.errors import ConfigError, EmbeddingLost, Overloaded
 from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions, ServiceOptions, resources
@@ -108,6 +108,11 @@ def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | 
         ({"top_k": -2}, "top_k: wrong value"),
         ({"top_k": 2**64}, "top_k: wrong value"),
         ({"stop_token_ids": [*range(101)]}, "stop_token_ids: wrong value"),
+        ({"n": 2, "seed": 2**63 - 1}, r"seed: at most 2\*\*63 - n"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
+            r"response_format\.json_schema\.schema: missing",
+        ),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"tools": [{}]}, r"tools: only \[\] is supported here"),
@@ -117,6 +122,11 @@ def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | 
 def test_what_it_cannot_do_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidKey, match=words):
         params(**given)
+
+
+def test_seeds_of_all_completions_have_64_bits() -> None:
+    assert params(n=2, seed=2**63 - 2).seed == 2**63 - 2
+    assert params(seed=2**63 - 1).seed == 2**63 - 1
 
 
 def test_transformers_takes_none_of_it() -> None:
@@ -210,25 +220,21 @@ def test_probabilities_have_openai_s_form() -> None:
     assert json.loads(json.dumps(lost, allow_nan=False))["top_logprobs"] == []
 
 
-@pytest.mark.parametrize("counted", [False, True])
-def test_lost_rows_are_lost_before_any_event(
-    counted: bool, spec: LlmSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def output(text: str, tokens: list[int], reason: str | None) -> Any:
-        one = SimpleNamespace(
-            text=text, token_ids=tokens, index=0, logprobs=None, finish_reason=reason
-        )
-        return SimpleNamespace(outputs=[one])
+class Vllm:
+    def __init__(self, *outputs: Any) -> None:
+        self.outputs = outputs
 
-    class Vllm:
-        def __init__(self, *outputs: Any) -> None:
-            self.outputs = outputs
+    async def generate(self, *_: Any) -> AsyncGenerator[Any]:
+        for one in self.outputs:
+            if isinstance(one, Exception):
+                raise one
+            yield one
 
-        async def generate(self, *_: Any) -> AsyncGenerator[Any]:
-            for one in self.outputs:
-                yield one
 
-    exceptions = ("VLLMClientError", "EngineDeadError", "EngineGenerateError")
+@pytest.fixture
+def engine(spec: LlmSpec, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A VllmEngine without vLLM."""
+    exceptions = ("VLLMClientError", "GracefulHTTPError", "EngineDeadError", "EngineGenerateError")
     for name in (
         "vllm",
         "vllm.exceptions",
@@ -244,6 +250,17 @@ def test_lost_rows_are_lost_before_any_event(
     engine.spec = spec
     monkeypatch.setattr(VllmEngine, "_params", lambda *_: None)
     monkeypatch.setattr(VllmEngine, "_prompt", lambda *_: None)
+    return engine
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_lost_rows_are_lost_before_any_event(counted: bool, engine: Any) -> None:
+    def output(text: str, tokens: list[int], reason: str | None) -> Any:
+        one = SimpleNamespace(
+            text=text, token_ids=tokens, index=0, logprobs=None, finish_reason=reason
+        )
+        return SimpleNamespace(outputs=[one])
+
     media = item(0)
     kept = replace(embedding(media, "a"), reference="a.b.c")
     made = Prompt([1, 2], [0, 0], (), 9)
@@ -260,6 +277,19 @@ def test_lost_rows_are_lost_before_any_event(
     )
     expected = [Piece("", usage=(2, 1)), Piece("a", usage=(2, 2))] if counted else [Piece("a")]
     assert found == [*expected, Finish(("stop",), 2, 2)]
+
+
+def test_a_full_queue_of_vllm_is_overload(engine: Any) -> None:
+    """With max_num_queued_reqs or max_num_queued_tokens in llm.engine_args."""
+    full: Any = sys.modules["vllm.exceptions"]
+    engine.engine = Vllm(full.GracefulHTTPError("busy"))
+    call = ChatCall((), (), params(), timeout_seconds=60)
+
+    async def events() -> list[Any]:
+        return [one async for one in engine.generate(call, Prompt([1], [0], (), 9), [])]
+
+    with pytest.raises(Overloaded, match="busy"):
+        asyncio.run(events())
 
 
 def test_arguments_of_the_engine(spec: LlmSpec) -> None:
