@@ -143,11 +143,11 @@ class RowsReader:
                 send(self._channel, memoryview(requests))
                 for (_, target), sent in zip(calls, right, strict=True):
                     yield self._answer(target) if sent else RowsRefused("this is not an id")
-            except GeneratorExit:
-                self.close()
-                raise
             except (OSError, ValueError) as error:
                 raise self._lost(error) from error
+            except BaseException:  # the next call would receive what is left of the answers
+                self.close()
+                raise
 
     def _answer(self, target: memoryview | None) -> dict[str, Any] | RowsRefused:
         fields = receive_answer(self._channel)

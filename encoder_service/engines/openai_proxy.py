@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import httpx
 from starlette.applications import Starlette
@@ -31,10 +31,11 @@ from encoder_service.api.upload import read_body
 from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.client.items import ProcessorOptions
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.intake.limits import Buffered
+from encoder_service.intake.limits import Buffered, Take
 from encoder_service.wire.formats import WireError, check_json, from_base64, read_json
 
 Json = dict[str, Any]
+Result = TypeVar("Result")
 
 CHAT_PATH = "/v1/chat/completions"
 METHODS = ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"]
@@ -118,17 +119,18 @@ class Proxy:
             with self.buffered.hold() as take:
                 body = await read_body(request, self.limits, take)
                 if request.method == "POST" and request.scope["path"] == CHAT_PATH:
-                    body = await self.with_embeddings(body)
+                    body = await self.with_embeddings(body, take)
                 else:
                     await asyncio.to_thread(check_other, body)
-                return Relayed(await self.send(request, body))
+                return Relayed(await unless_gone(request, self.send(request, body)))
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as problem:
             return refusal(problem, request_id_of(request.headers.get("x-request-id")))
 
-    async def with_embeddings(self, body: bytes) -> bytes:
-        """The request's body with embeddings in place of images; unchanged if it has no images."""
+    async def with_embeddings(self, body: bytes, take: Take) -> bytes:
+        """The request's body with embeddings in place of images; unchanged if it has no images.
+        `take` counts their rows."""
         try:
             document = await asyncio.to_thread(read_json, body, MOST_VALUES)
         except WireError as error:
@@ -147,6 +149,7 @@ class Proxy:
             if problem.item is not None:
                 problem.message = f"{found[problem.item].where}: {problem.message}"
             raise
+        take(sum(len(one.data) for one in embeddings))
 
         def written() -> bytes:
             replace_images(found, embeddings)
@@ -157,7 +160,8 @@ class Proxy:
     async def send(self, request: Request, body: bytes) -> httpx.Response:
         """Returns vLLM's response before its body is read. Raises Unavailable, DeadlineExceeded."""
         named = request.headers.get("connection", "").lower().split(",")
-        dropped = HOP_BY_HOP.union(map(str.strip, named))
+        # The body is no longer compressed.
+        dropped = HOP_BY_HOP.union(map(str.strip, named), ["content-encoding"])
         headers = [(k, v) for k, v in request.headers.raw if k.decode("latin-1") not in dropped]
         if "accept-encoding" not in request.headers:
             headers.append((b"accept-encoding", b"identity"))  # httpx would add its own
@@ -190,6 +194,25 @@ class Proxy:
 
         routes = [Route("/{path:path}", self.answer, methods=METHODS)]
         return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def unless_gone(request: Request, call: Coroutine[Any, Any, Result]) -> Result:
+    """The result of a call, which is cancelled if the client hangs up, so that vLLM hears of it.
+    The request's body must have been read. Raises ClientDisconnect."""
+
+    async def hung_up() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    calling, gone = asyncio.create_task(call), asyncio.create_task(hung_up())
+    try:
+        await asyncio.wait((calling, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not calling.done():
+            raise ClientDisconnect
+        return calling.result()
+    finally:
+        calling.cancel()
+        gone.cancel()
 
 
 def images_of(request: Json) -> list[ChatImage]:

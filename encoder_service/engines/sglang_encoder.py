@@ -176,6 +176,9 @@ class SglangEncoder:
             endpoint = self.endpoint(host, int(port) if port.isdecimal() and len(port) < 6 else 0)
             receivers = self.waiting(call.req_id)
             receivers.endpoints.add(endpoint)
+            if len(receivers.endpoints) > MOST_RANKS:
+                receivers.endpoints.remove(endpoint)
+                raise InvalidRequest(f"{MOST_RANKS} sockets are named for this request already")
             if len(receivers.endpoints) >= call.receive_count:
                 receivers.complete.set()
         except ClientDisconnect:

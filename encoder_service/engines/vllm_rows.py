@@ -133,7 +133,15 @@ class RowSource:
         Thread(target=self._release_aborted, name="rows-aborted", daemon=True).start()
 
     def begin(self, name: str) -> Future[FetchedRows]:
-        return self.threads.submit(self._fetch, name)
+        """Never raises, because an error would end vLLM's scheduler."""
+        found: Future[FetchedRows] = Future()
+        try:
+            self.threads.submit(self._fetch_into, found, name)
+        except RuntimeError as error:  # no more threads can be started; others may still run it
+            if found.cancel():
+                found = Future()
+                found.set_exception(error)
+        return found
 
     def release(self, fetched: FetchedRows) -> None:
         """Frees the rows held at the encoder. Everything else is freed with its last reference."""
@@ -156,6 +164,15 @@ class RowSource:
             reader.close()
         self.threads.shutdown(cancel_futures=True)
         self.freeing.shutdown()
+
+    def _fetch_into(self, found: Future[FetchedRows], name: str) -> None:
+        if not found.set_running_or_notify_cancel():
+            return
+        try:
+            found.set_result(self._fetch(name))
+        except BaseException as error:
+            found.set_exception(error)
+            del found  # breaks a cycle with the traceback, which would keep rows
 
     def _fetch(self, name: str) -> FetchedRows:
         if "." not in name:

@@ -60,6 +60,10 @@ class Vllm:
         body = json.loads(self.bodies[-1])
         if body.get("model") == "missing":
             return JSONResponse({"error": {"message": "no such model", "code": 404}}, 404)
+        if body.get("slow"):
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+            self.ended.set()
         if body.get("stream"):
             return StreamingResponse(self.pieces(), media_type="text/event-stream")
         return JSONResponse({"id": "1", "choices": []}, headers={"x-request-id": "abc"})

@@ -114,6 +114,8 @@ class Request:
     reference: str = ""
     """The id of all items, whatever their identifiers."""
     num_output_tokens: int = 0
+    num_stale_output_tokens: int = 0
+    """Of steps before it was preempted, whose tokens have not arrived."""
     skip_reading_prefix_cache: bool = False
 
     @property

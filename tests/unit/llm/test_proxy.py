@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import hashlib
 import json
 import socket
@@ -155,6 +156,41 @@ def test_a_client_that_hangs_up_ends_the_servers_work() -> None:
         await asyncio.wait_for(vllm.ended.wait(), 60)
 
     told(story)
+
+
+def test_a_client_that_hangs_up_ends_work_that_has_no_answer_yet() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        with pytest.raises(httpx.TimeoutException):
+            await client.post("/v1/chat/completions", json=chat(slow=True), timeout=0.5)
+        await asyncio.wait_for(vllm.ended.wait(), 20)
+
+    told(story)
+
+
+def test_a_compressed_body_is_not_said_to_be_compressed() -> None:
+    """It arrives decompressed."""
+
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = json.dumps(chat()).encode()
+        headers = {"content-encoding": "gzip"}
+        content = gzip.compress(body)
+        answer = await client.post("/v1/chat/completions", content=content, headers=headers)
+        assert answer.status_code == 200
+        assert vllm.bodies == [body]
+        assert "content-encoding" not in vllm.requests[0].headers
+
+    told(story)
+
+
+def test_rows_count_as_buffered() -> None:
+    async def story(client: httpx.AsyncClient, vllm: Vllm) -> None:
+        body = chat(image(jpeg(640, 640)))
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 429
+        assert "max_buffered_bytes" in answer.json()["error"]["message"]
+        assert not vllm.bodies
+
+    told(story, max_body_bytes=200_000, max_buffered_bytes=200_000)
 
 
 @pytest.mark.parametrize(

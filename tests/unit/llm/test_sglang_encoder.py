@@ -185,6 +185,25 @@ def test_a_request_id_can_be_used_again() -> None:
     told(story, timeout_seconds=1)
 
 
+def test_the_sockets_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encoder_service.engines.sglang_encoder.MOST_RANKS", 2)
+
+    async def story(client: httpx.AsyncClient, context: zmq.asyncio.Context) -> None:
+        receivers = [listen(context) for _ in range(3)]
+        codes = []
+        for _, port in [*receivers, receivers[0]]:
+            named = {"req_id": "r", "receive_count": 2, "receive_url": f"127.0.0.1:{port}"}
+            answer = await client.post("/scheduler_receive_url", json=named)
+            codes.append(answer.status_code)
+        assert codes == [200, 200, 400, 200]
+        answer = await client.post("/encode", json=call(jpeg(64, 64), req_id="r"))
+        assert answer.status_code == 200
+        for receiver, _ in receivers:
+            receiver.close()
+
+    told(story)
+
+
 def test_videos_bring_their_times() -> None:
     clip = replace(
         embedding((3, 4, 4)), type="video", timestamps=(0.25, 0.75, 1.25), second_per_grid_ts=0.5

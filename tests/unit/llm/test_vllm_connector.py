@@ -326,6 +326,104 @@ def test_vllms_encoder_cache_may_be_emptied(
     assert not scheduler.fetches
 
 
+def test_an_item_that_is_lost_leaves_no_other_item_of_its_request_without_rows(
+    halves: Halves, url: str
+) -> None:
+    """vLLM would end."""
+    scheduler, worker = halves()
+    kept, rows = keep(url, 2)
+    names = [one.reference for one in kept]
+    found = []
+    for request_id in "ab":
+        request = Request(request_id, names, kept[0].tokens)
+        assert ended(scheduler, request)
+        assert all(map(scheduler.has_cache_item, names))
+        for index in range(2):
+            scheduler.update_state_after_alloc(request, index)
+        found.append(step(scheduler, worker))
+        scheduler.request_finished(request)
+        with Client(url) as client:
+            client.release(names[request_id == "b"])
+    assert [each.keys() for each in found] == [set(names)] * 2, "its encoder cache was emptied"
+    assert not found[1][names[0]].any()
+    assert torch.equal(bits(found[1][names[1]]), bits(rows[1]))
+    assert scheduler.take_unavailable_requests() == {"b"}
+    assert not ended(scheduler, Request("c", names[1:], kept[0].tokens)), "it is fetched again"
+
+
+def test_a_step_waits_once_for_what_is_fetched_again(
+    halves: Halves, url: str, connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connector_module, "TIMEOUT_SECONDS", 0.5)
+    scheduler, worker = halves()
+    kept, _ = keep(url, 2)
+    request = Request("r", [one.reference for one in kept], kept[0].tokens)
+    scheduler.cached = {one.reference: one.shape for one in kept}
+    assert scheduler.ensure_cache_available(request, 0)
+    monkeypatch.setattr(scheduler.source, "begin", lambda name: Future())
+    for _ in range(2):
+        began = time.monotonic()
+        for index in range(2):
+            scheduler.update_state_after_alloc(request, index)
+        assert 0.4 < time.monotonic() - began < 0.9
+        assert len(step(scheduler, worker)) == 2
+        scheduler.cached = {one.reference: one.shape for one in kept}
+
+
+def test_a_failed_embedding_is_counted_once(halves: Halves, url: str) -> None:
+    """Although vLLM schedules again before it asks what has failed."""
+    scheduler, _ = halves()
+    request = Request("r", ["replica.unknown", "replica.gone"], 4)
+    for _ in range(3):
+        assert not ended(scheduler, request)
+    until(lambda: all(fetch.rows.done() for fetch in scheduler.fetches.values()))
+    assert not scheduler.ensure_cache_available(request, 0)
+    assert scheduler.take_unavailable_requests() == {"r"}
+    assert scheduler.stats.data["failed"] == 2
+
+
+def test_a_thread_that_cannot_be_started_fails_one_request(
+    halves: Halves, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept,), _ = keep(url)
+    scheduler, _ = halves()
+    request, other = (Request(name, [kept.reference], kept.tokens) for name in "ab")
+
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        assert not scheduler.ensure_cache_available(request, 0)
+    assert scheduler.take_unavailable_requests() == {"a"}
+    scheduler.request_finished(request)
+    begun: list[str] = []
+    monkeypatch.setattr(scheduler.source, "_fetch", begun.append)
+    other.identifiers = ["replica.other"]
+    scheduler.ensure_cache_available(other, 0)
+    until(lambda: begun != [])
+    assert begun == ["replica.other"], "nobody would free the rows of the first"
+
+
+def test_rows_of_a_request_that_was_preempted_stay_until_a_later_token(
+    halves: Halves, url: str
+) -> None:
+    """In a pipeline, tokens of steps before its preemption arrive after it is scheduled again."""
+    scheduler, worker = halves()
+    (kept,), _ = keep(url)
+    request = Request("r", [kept.reference], kept.tokens, num_output_tokens=5)
+    request.num_stale_output_tokens = 1
+    assert ended(scheduler, request)
+    scheduler.update_state_after_alloc(request, 0)
+    step(scheduler, worker)
+    request.num_output_tokens, request.num_stale_output_tokens = 6, 0
+    step(scheduler, worker)
+    assert scheduler.fetches, "the step that copies them may not have begun"
+    request.num_output_tokens = 7
+    step(scheduler, worker)
+    assert not scheduler.fetches
+
+
 def test_what_is_not_there_or_does_not_fit_fails_its_request(halves: Halves, url: str) -> None:
     (kept,), _ = keep(url)
     for name, tokens, hidden in (

@@ -460,6 +460,27 @@ def test_answers_that_nobody_takes_end_the_connection(store: Dictionary, place: 
     until(lambda: store.held == 0)
 
 
+def test_answers_that_an_interrupted_call_leaves_end_the_connection(
+    store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = store.keep(ROWS), store.keep(ROWS + 1)
+    reader = reader_of(place)
+    memory = torch.zeros_like(ROWS).view(torch.uint8).flatten().numpy().data
+    for name in (first, second):
+        reader.hold(name)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("actors.rows.reader.receive_answer", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            reader.read(first, memory)
+    with pytest.raises(ConnectionError):
+        reader.read(second, memory)
+    until(lambda: store.held == 0)
+
+
 def test_what_could_not_be_sent_is_not_released(
     store: Dictionary, place: RowsPlace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
