@@ -19,10 +19,10 @@ STRETCH = 1.5
 SLICES, TOKENS_PER_SLICE = 3, 2048
 """Slices that a step waits for at most. A step of TOKENS_PER_SLICE tokens or more, which is long
 without slices, waits for one per TOKENS_PER_SLICE."""
-ITEMS_PER_TIME, MOST_TIMES = 2, 4
-"""While many items wait, there may be up to MOST_TIMES times as many slices. The items' requests
-then decode together, in fewer steps, so that more requests per second are answered (BENCHMARKS.md,
-Answers)."""
+ITEMS_PER_ROUND, MOST_ROUNDS = 2, 4
+"""Every ITEMS_PER_ROUND waiting items allow as many slices again, up to MOST_ROUNDS times in all.
+The items' requests then decode together, in fewer steps, so that more requests per second are
+answered (BENCHMARKS.md, Answers)."""
 PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
@@ -56,9 +56,9 @@ class StepTimes:
         self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
 
     def room(self, step: Step) -> tuple[float, bool]:
-        """Seconds for slices before `step`, 0 until a step has been measured, and whether it is
-        one that takes longer than a full step, as it reads the end of a long prompt. A full step
-        is, of those with the most tokens, the one with the least context."""
+        """Seconds for slices before `step`, 0 until a step has been measured. And whether the step
+        takes longer than a full one, because it reads the end of a long prompt. A full step has the
+        most tokens, and of such steps the least context."""
         if self._full is None:
             return 0.0, False
         full, kind = self._seconds[self._full], self._kind(step)
@@ -108,8 +108,8 @@ class Pace:
         with self._lock:
             if self._slices:
                 room, long = self.times.room(step)
-                times = min(MOST_TIMES, 1 + waiting // ITEMS_PER_TIME)
-                slices = (step.tokens // TOKENS_PER_SLICE or SLICES) * times
+                rounds = min(MOST_ROUNDS, 1 + waiting // ITEMS_PER_ROUND)
+                slices = rounds * (step.tokens // TOKENS_PER_SLICE or SLICES)
                 left = min(room, self.slice_seconds * slices)
                 if not long or self._passed == PASSES:
                     left = max(left, self._slices[0][0])

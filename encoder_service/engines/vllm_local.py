@@ -115,7 +115,7 @@ class LocalEncoder:
         self.ahead_bytes = ahead_bytes
         assert engine.device.pace is not None
         self.pace = engine.device.pace
-        self.pack_tokens = most_tokens(engine) // 2
+        self.half_pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
@@ -188,8 +188,8 @@ class LocalEncoder:
         """Gives waiting items to the engine, oldest first, as far as there is room for their rows.
         If nothing else can make progress, the oldest one is started regardless.
 
-        Two items may be encoded at a time, or as many as have `pack_tokens` tokens. More would gain
-        nothing, and copying their pixels to the device delays the step that is being launched.
+        Two items may be encoded at a time, or as many as fill half a pack. More would gain nothing,
+        and copying their pixels to the device delays the step that is being launched.
         """
         held = [item for item in self.items.values() if item.rows]
         used = sum(item.size_bytes for item in held)
@@ -198,7 +198,8 @@ class LocalEncoder:
         for item in self.items.values():
             if item.rows:
                 continue
-            enough = len(encoding) > 1 and sum(encoding) + item.plan.tokens > self.pack_tokens
+            tokens = sum(encoding) + item.plan.tokens
+            enough = len(encoding) > 1 and tokens > self.half_pack_tokens
             if enough or (used + item.size_bytes > self.ahead_bytes and not stuck):
                 break
             item.rows, stuck = Future(), False
@@ -239,7 +240,7 @@ class LocalEncoder:
 
 
 def most_tokens(engine: Engine) -> int:
-    """Of a pack."""
+    """Of the largest pack."""
     (most,) = engine.capacity.budgets[0][-1:] or engine.capacity.tokens
     return most
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from actors.errors import ConfigError, EmbeddingLost, Overloaded
+from actors.errors import ConfigError, EmbeddingLost, InvalidRequest, Overloaded
 from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions, ServiceOptions, resources
@@ -289,6 +289,13 @@ def test_a_full_queue_of_vllm_is_overload(engine: Any) -> None:
         return [one async for one in engine.generate(call, Prompt([1], [0], (), 9), [])]
 
     with pytest.raises(Overloaded, match="busy"):
+        asyncio.run(events())
+    del full.GracefulHTTPError  # as in other versions of vLLM
+    engine.engine = Vllm(full.VLLMClientError("too long"))
+    with pytest.raises(InvalidRequest, match="too long"):
+        asyncio.run(events())
+    engine.engine = Vllm(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
         asyncio.run(events())
 
 
