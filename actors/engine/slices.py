@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
 
-STRETCH = 1.5
+STRETCH = 1.4
 """A step and its slices take at most this many times as long as a full step without slices."""
 SLICES, TOKENS_PER_SLICE = 3, 2048
 """Slices that a step waits for at most. A step of TOKENS_PER_SLICE tokens or more, which is long
