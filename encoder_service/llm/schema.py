@@ -10,6 +10,7 @@ parameters that vLLM supports.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -43,6 +44,10 @@ MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
 MOST_STOP_TOKENS, MOST_BIASED = 100, 1024
 """vLLM ends if a request exceeds its own limits, which are 128 and 1024. It also counts the stop
 tokens of the checkpoint."""
+MOST_REPEATS = 1000
+"""Maximum sum of the counts, such as {1,20}, in the patterns of a JSON schema: vLLM compiles one in
+a time that grows with its square, 0.3 s for 1,000, and answers nobody meanwhile."""
+REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}")
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
 """Limits of an error message: problems examined, problems named, characters of a key."""
 MESSAGE_PART = 5
@@ -104,6 +109,31 @@ class JsonSchema(StrictModel):
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool = True
+
+    @model_validator(mode="after")
+    def few_counted_repeats(self) -> Self:
+        counts = (count for pattern in patterns(self.schema_) for count in REPEAT.findall(pattern))
+        if sum(max(map(float, filter(None, count))) for count in counts) > MOST_REPEATS:
+            raise ValueError(
+                "the counts in its patterns, such as {1,20}, add up to more than "
+                f"{MOST_REPEATS}: use minLength and maxLength, + or *"
+            )
+        return self
+
+
+def patterns(schema: Any) -> Iterator[str]:
+    """The regular expressions of a JSON schema."""
+    left = [schema]
+    while left:
+        part = left.pop()
+        if isinstance(part, dict):
+            named = part.get("patternProperties")
+            yield from named if isinstance(named, dict) else ()
+            if isinstance(pattern := part.get("pattern"), str):
+                yield pattern
+            left.extend(part.values())
+        elif isinstance(part, list):
+            left.extend(part)
 
 
 class TextFormat(StrictModel):

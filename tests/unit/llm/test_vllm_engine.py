@@ -37,7 +37,13 @@ from tests.unit.llm.test_chat_service import HELLO, PATH, Replicas, client, even
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU: dict[str, Any] = {"num_gpus": 0, "device": "cpu"}
 SCHEMA = {"type": "object"}
+COUNTED = {"properties": {"pattern": {"pattern": "a{500}b{1,500}", "maxLength": 10**6}}}
 URL = "http://127.0.0.1:1"
+
+
+def in_json(schema: dict[str, Any]) -> dict[str, Any]:
+    wanted = {"name": "a", "schema": schema}
+    return {"response_format": {"type": "json_schema", "json_schema": wanted}}
 
 
 @pytest.fixture
@@ -89,10 +95,8 @@ def test_the_checkpoint_s_defaults_hold_for_what_is_left_out() -> None:
     [
         ({"type": "text"}, None),
         ({"type": "json_object"}, {"json_object": True}),
-        (
-            {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}},
-            {"json": SCHEMA},
-        ),
+        (in_json(SCHEMA)["response_format"], {"json": SCHEMA}),
+        (in_json(COUNTED)["response_format"], {"json": COUNTED}),
     ],
 )
 def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | None) -> None:
@@ -113,6 +117,10 @@ def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | 
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             r"response_format\.json_schema\.schema: missing",
         ),
+        (in_json({"pattern": "a{1,1001}"}), r"json_schema: the counts in its patterns"),
+        (in_json({"anyOf": [{"pattern": "a{ 600 }b{ 401 , }"}]}), "add up to more than 1000"),
+        (in_json({"patternProperties": {"[a-z]{2000}": True}}), "use minLength and maxLength"),
+        (in_json({"pattern": "a{%s}" % ("9" * 5000)}), "use minLength and maxLength"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"tools": [{}]}, r"tools: only \[\] is supported here"),
