@@ -194,8 +194,6 @@ class RowSource:
                 return found
         else:  # it hangs, or its replies are invalid
             self._avoid(replica)
-        if self.closed.is_set():
-            raise ConnectionError("the connector is shut down")
         found = self._by_value(name)
         self._tell(replica, found.path)
         return found
@@ -251,6 +249,8 @@ class RowSource:
 
     def _by_value(self, name: str) -> FetchedRows:
         with self.turns:
+            if self.closed.is_set():
+                raise ConnectionError("the connector is shut down")
             embedding = self._asked(self.client.client.fetch(name), TIMEOUT_SECONDS)
         self.check(name, embedding.shape, embedding.model, embedding.deepstack)
         rows = embedding.torch()

@@ -164,9 +164,11 @@ def answering(answer: Callable[[asyncio.StreamWriter], Awaitable[None]]) -> Iter
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
     server = asyncio.run_coroutine_threadsafe(begin(), loop).result()
-    yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    loop.call_soon_threadsafe(server.close)
-    asyncio.run_coroutine_threadsafe(end(), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join(60)
-    loop.close()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:  # a thread that runs on would keep pytest from ending
+        loop.call_soon_threadsafe(server.close)
+        asyncio.run_coroutine_threadsafe(end(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(60)
+        loop.close()

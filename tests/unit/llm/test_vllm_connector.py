@@ -483,6 +483,30 @@ def test_a_long_queue_is_fetched_a_few_at_a_time(
     assert most == 2
 
 
+def test_fetches_that_wait_for_their_turn_do_not_delay_a_shutdown(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_rows, "FETCHES_AT_ONCE", 2)
+    monkeypatch.setattr(vllm_rows, "TIMEOUT_SECONDS", 1)
+    monkeypatch.setattr(vllm_rows.RowSource, "_connect", lambda self, name: None)
+    asked = 0
+
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        asked += 1
+        await asyncio.sleep(5)
+
+    with answering(silent) as url, connected(connector_module, url) as scheduler:
+        for i in range(8):
+            assert not scheduler.ensure_cache_available(Request(str(i), [f"replica.{i}"], 4), 0)
+        while asked < 2:
+            time.sleep(0.001)
+        began = time.monotonic()
+        scheduler.shutdown()
+        assert time.monotonic() - began < 2
+    assert asked == 2
+
+
 def test_of_a_long_queue_as_much_is_fetched_as_there_is_room_for(halves: Halves, url: str) -> None:
     (kept,), (rows,) = keep(url)
     scheduler, worker = halves(ahead_bytes=3 * rows.nbytes)
