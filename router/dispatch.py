@@ -217,7 +217,8 @@ class Dispatcher:
             self._costs = costs(reports)
             self._pools = Pools({name: one.largest_item for name, one in reports.items()})
             self._told = {}
-            self.ledger.report({name: replica.work for name, replica in reports.items()})
+            work = {name: replica.work for name, replica in reports.items()}
+            self.ledger.report(work, self._costs)
             self._affinity.keep(reports)
         return reports
 

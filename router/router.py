@@ -158,7 +158,7 @@ class Router:
             )
             for name, replica in self._fleet.replicas().items()
         )
-        return RouterStatus(replicas, ledger.outstanding)
+        return RouterStatus(replicas, ledger.outstanding.patches)
 
     def pools(self) -> dict[str, str]:
         """The pool of each replica that belongs to one."""

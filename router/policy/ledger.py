@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from actors.errors import Overloaded, TooLarge
@@ -40,6 +41,7 @@ form a queue in the replicas that a small request could not overtake. With 0.15 
 pauses."""
 UNMEASURED_SECONDS, UNMEASURED_ITEMS = 0.15, 32
 """The same, for replicas that have not measured what an item costs, as on the CPU."""
+NO_COSTS: Mapping[str, Cost | None] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +100,7 @@ class Accounts(NamedTuple):
 
 
 class Throughput:
-    """Patches per second of busy time, as an exponential moving average.
+    """Work per second of busy time, as an exponential moving average.
 
     Idle time says nothing about how fast the fleet is, and is left out. With little work the rate
     is below the fleet's best; it rises within seconds as more work waits.
@@ -106,6 +108,7 @@ class Throughput:
 
     def __init__(self) -> None:
         self._patches = 0.0
+        self._pairs = 0.0
         self._seconds = 0.0
         self._seen = 0.0
 
@@ -113,20 +116,25 @@ class Throughput:
         """Called when work begins again. The idle time before `now` does not count."""
         self._seen = now
 
-    def did(self, patches: int, now: float) -> None:
-        """Counts finished patches. There must have been work all the time since `resume`."""
+    def did(self, work: Work, now: float) -> None:
+        """Counts finished work. There must have been work all the time since `resume`."""
         passed = (now - self._seen) / LOOK_BACK_SECONDS
         kept = math.exp(-passed)
         # As if done evenly over the elapsed time, because a lump at its end would weigh too much.
-        self._patches = self._patches * kept + patches * ((1 - kept) / passed if passed else 1)
+        weight = (1 - kept) / passed if passed else 1
+        self._patches = self._patches * kept + work.patches * weight
+        self._pairs = self._pairs * kept + work.pairs * weight
         self._seconds = self._seconds * kept + LOOK_BACK_SECONDS * (1 - kept)
         self._seen = now
 
-    def seconds(self, patches: float) -> float | None:
-        """How long this many patches take. None: not measured yet."""
-        if self._seconds < MIN_BUSY_SECONDS or not self._patches:
+    def seconds(self, work: Work, cost: Cost | None = None) -> float | None:
+        """How long this work takes, judged by its cost, or else by its patches. None: not measured
+        yet."""
+        patch, pair = (cost.patch_seconds, cost.attention_seconds) if cost else (1, 0)
+        done = self._patches * patch + self._pairs * pair
+        if self._seconds < MIN_BUSY_SECONDS or not done:
             return None
-        return patches * self._seconds / self._patches
+        return (work.patches * patch + work.pairs * pair) * self._seconds / done
 
 
 class Ledger:
@@ -137,12 +145,14 @@ class Ledger:
     ) -> None:
         """Admits patches up to the limit, and while the queue takes at most `queue_seconds`."""
         self.configure(limit_patches, exclude_seconds, queue_seconds)
-        self.outstanding = 0
+        self.outstanding = Work(0)
         self._accounts: defaultdict[str, Accounts] = defaultdict(
             lambda: Accounts(Account(), Account())
         )
         self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
+        self._cost: Cost | None = None
+        """Of one of the replicas: what a large image costs relative to a small one."""
         self._sent_patches = 0
         self._sent_items: defaultdict[str, int] = defaultdict(int)
         """Items of this router on each replica."""
@@ -166,7 +176,7 @@ class Ledger:
     @property
     def waiting(self) -> int:
         """Patches that were admitted and are on no replica."""
-        return self.outstanding - self._sent_patches
+        return self.outstanding.patches - self._sent_patches
 
     @property
     def waiting_per_sent(self) -> float:
@@ -180,7 +190,7 @@ class Ledger:
     def _needs_more(self, replica: str, cost: Cost | None) -> bool:
         items = self._sent_items.get(replica, 0)
         if cost is None:
-            seconds = self._throughput.seconds(self._sent_patches)
+            seconds = self._throughput.seconds(Work(self._sent_patches))
             short = seconds is not None and seconds < UNMEASURED_SECONDS
             return short or items < UNMEASURED_ITEMS
         if items < SENT_ITEMS:
@@ -200,7 +210,8 @@ class Ledger:
         is too long. The request's own size does not count towards the queue, because large requests
         would then never be admitted under load.
         """
-        patches = Work.of(items).patches
+        work = Work.of(items)
+        patches = work.patches
         if patches > self._limit:
             raise TooLarge(
                 f"the request has {patches} patches and the router takes {self._limit} at a time; "
@@ -208,23 +219,23 @@ class Ledger:
             )
         if patches:
             self.check_room(now, patches)
-        if not self.outstanding:
+        if not self.outstanding.patches:
             self._throughput.resume(now)
-        self.outstanding += patches
+        self.outstanding = Work.of([self.outstanding, work])
         admitted = [Reservation(item, now) for item in items]
         self._open.update(dict.fromkeys(admitted))
         return admitted
 
     def check_room(self, now: float, patches: int = 1) -> None:
         """Raises Overloaded if `admit` would for this many patches."""
-        excess = self.outstanding + patches - self._limit
+        excess = self.outstanding.patches + patches - self._limit
         if excess > 0:
             raise Overloaded(
-                f"{self.outstanding} of {self._limit} patches are in flight, no room for "
+                f"{self.outstanding.patches} of {self._limit} patches are in flight, no room for "
                 f"{patches} more; try again later",
-                within(self._throughput.seconds(excess)),
+                within(self._throughput.seconds(Work(excess))),
             )
-        ahead_seconds = self._throughput.seconds(self.outstanding) or 0.0
+        ahead_seconds = self._throughput.seconds(self.outstanding, self._cost) or 0.0
         if ahead_seconds > self._queue_seconds and self._queues(now):
             raise Overloaded(
                 f"the queue takes about {ahead_seconds:.0f} s, more than the "
@@ -251,12 +262,15 @@ class Ledger:
             return
         self.assign(reservation, None)
         del self._open[reservation]
-        patches = reservation.work.patches
-        self.outstanding -= patches
-        self._throughput.did(patches if done else 0, now)
+        self.outstanding = self.outstanding.without(reservation.work)
+        self._throughput.did(reservation.work if done else Work(0), now)
 
-    def report(self, reported: Mapping[str, Work]) -> None:
-        """Records the load that each replica reported. Forgets idle replicas that are gone."""
+    def report(
+        self, reported: Mapping[str, Work], costs: Mapping[str, Cost | None] = NO_COSTS
+    ) -> None:
+        """Records the load that each replica reported, and what work costs there. Forgets idle
+        replicas that are gone."""
+        self._cost = next(filter(None, costs.values()), None)
         for replica, work in reported.items():
             for account, amount in self._of(replica, work):
                 account.reported = amount

@@ -162,7 +162,7 @@ def settled(test: Coroutine[Any, Any, Dispatcher]) -> None:
         router = await test
         for _ in range(10):
             await asyncio.sleep(0)
-        assert router.ledger.outstanding == 0
+        assert router.ledger.outstanding.patches == 0
         assert not any(router.ledger.own(replica) for replica in router.refresh())
         async with asyncio.timeout(30):  # all but this one and the watches over replicas end
             while len(asyncio.all_tasks()) > 1 + len(router._liveness._watches):

@@ -53,7 +53,7 @@ def test_one_call_serves_all_who_ask_while_it_lasts() -> None:
         media = [item(1), item(2), item(1)]
         requests = [asyncio.create_task(collect(router, media)) for _ in range(4)]
         await steps()
-        assert router.ledger.outstanding == 200, "followers cost nothing"
+        assert router.ledger.outstanding.patches == 200, "followers cost nothing"
         gate.open.set()
         assert all(right(media, answers) for answers in await asyncio.gather(*requests))
         assert len(fleet.calls) == 1

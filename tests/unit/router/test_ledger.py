@@ -24,12 +24,16 @@ def works(*patches: int) -> list[Work]:
     return [Work(one) for one in patches]
 
 
+def image(patches: int) -> Work:
+    return Work(patches, patches * patches)
+
+
 def test_all_of_a_request_is_admitted_or_nothing() -> None:
     book = ledger()
     book.admit(works(400, 500), now=0)
     with pytest.raises(Overloaded, match="900 of 1000"):
         book.admit(works(50, 51), now=0)
-    assert book.outstanding == 900
+    assert book.outstanding.patches == 900
     book.admit(works(100), now=0)
 
 
@@ -80,6 +84,27 @@ def test_what_would_wait_too_long_is_refused() -> None:
         book.admit(works(1), now=20)
     assert refused.value.retry_after_seconds == pytest.approx(5, rel=0.1)
     assert book.admit(works(), now=20) == [], "all of its items are on their way already"
+
+
+@pytest.mark.parametrize(("before", "then"), [(400, 15_376), (400, 62_500), (15_376, 400)])
+def test_the_queue_is_limited_by_cost_whatever_was_encoded_before(before: int, then: int) -> None:
+    """Attention makes a patch of 15,376 three times as expensive as one of 400."""
+    cost = Cost(0.001, 1.15e-6, 1.6e-10)
+    book = Ledger(10**9, exclude_seconds=5, queue_seconds=20)
+    book.report({"a": Work(10**6)}, {"a": cost})
+    [oldest] = book.admit([image(0)], now=0)
+    book.assign(oldest, "a")
+    now = 0.0
+    while now < 30:
+        [one] = book.admit([image(before)], now)
+        now += cost.work_seconds(image(before))
+        book.release(one, now, done=True)
+    each = cost.work_seconds(image(then))
+    for _ in range(int(19 / each)):
+        book.admit([image(then)], now)
+    book.admit([image(then)] * int(2 / each), now)
+    with pytest.raises(Overloaded, match=r"the queue takes about 2[01] s"):
+        book.admit([image(then)], now)
 
 
 def test_room_for_anything_is_the_room_for_the_least() -> None:
@@ -300,7 +325,8 @@ class AnyOrder(RuleBasedStateMachine):
 
     @invariant()
     def balances(self) -> None:
-        assert self.book.outstanding == sum(r.work.patches for r in self.open) <= LIMIT
+        total = sum(r.work.patches for r in self.open)
+        assert self.book.outstanding.patches == total <= LIMIT
         for replica in REPLICAS:
             own = sum(r.work.patches for r in self.open if r.replica == replica)
             assert self.book.own(replica) == own
@@ -309,7 +335,7 @@ class AnyOrder(RuleBasedStateMachine):
     def teardown(self) -> None:
         for reservation in self.open:
             self.book.release(reservation, self.now, done=False)
-        assert self.book.outstanding == 0
+        assert self.book.outstanding == Work(0)
         assert not any(self.book.own(replica) for replica in REPLICAS)
 
 

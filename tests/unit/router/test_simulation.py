@@ -79,7 +79,7 @@ def test_every_patch_is_encoded_once(
     outcome = simulation.run()
     assert len(outcome.latencies_seconds) == 40
     assert sum(outcome.patches) == sum(sum(items) for _, items in scenario.arrivals)
-    assert all(ledger.outstanding == 0 for ledger in simulation.ledgers)
+    assert all(ledger.outstanding.patches == 0 for ledger in simulation.ledgers)
 
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
