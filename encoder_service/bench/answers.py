@@ -59,7 +59,9 @@ class Kind:
     """What each request of a load contains."""
 
     name: str
-    sizes: tuple[Shape, ...]  # of its images; none: text only
+    requests: tuple[tuple[Shape, ...], ...]
+    """Sizes of a request's images; none: text only. If there are several, each request takes one
+    of them at random."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,15 +200,12 @@ class Pictures:
         self.pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
 
     async def of(self, kind: Kind, count: int) -> list[Images]:
-        if not kind.sizes:
+        if not any(kind.requests):
             return [[] for _ in range(count)]
-        begin, each = self.made, len(kind.sizes)
-        self.made += count * each
-        loop = asyncio.get_running_loop()
-        made = [
-            loop.run_in_executor(self.pool, drawn, kind.sizes, first)
-            for first in range(begin, self.made, each)
-        ]
+        loop, random, made = asyncio.get_running_loop(), Random(self.made), []
+        for sizes in random.choices(kind.requests, k=count):
+            made.append(loop.run_in_executor(self.pool, drawn, sizes, self.made))
+            self.made += len(sizes)
         found = list(await asyncio.gather(*made))
         if self.repeated:
             random, earlier = Random(self.made), self.earlier[kind]
@@ -246,7 +245,7 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
             answers, seconds = await saturated(server, plan, kind, pictures)
             ended(f"{kind.name}, {plan.in_flight} in flight", answers, seconds)
             if plan.streams:
-                per_second = plan.per_second[0] if kind.sizes else 0.0
+                per_second = plan.per_second[0] if any(kind.requests) else 0.0
                 count = round(per_second * plan.seconds)
                 images_of = await pictures.of(kind, count)
                 began = time.perf_counter()

@@ -28,7 +28,7 @@ from actors.options import (
 )
 from actors.spec.checkpoint import preset_names
 from actors.types import Dtype, Size
-from encoder_service.bench.mix import HEAVY_TAILED, VARIANTS, Protocol, parse_mix, picture
+from encoder_service.bench.mix import HEAVY_TAILED, VARIANTS, Protocol, Shape, parse_mix, picture
 from encoder_service.bench.report import (
     DEFAULT,
     DEFAULT_MODES,
@@ -410,9 +410,11 @@ def add_answers(kinds: Any) -> None:
     )
     parser.add_argument(
         "--mix",
-        type=kinds_of_requests,
-        default="text,336x336*8,1920x1080,1024x1024*4,1654x2339,1984x1984",
-        help="image sizes of a request; a comma starts the next load; text: no image",
+        type=answer_loads,
+        default="text,336x336*8,1920x1080,1024x1024*4,1654x2339,1984x1984,3840x2160,"
+        "text/336x336*8/1920x1080/1654x2339",
+        help="image sizes of a request; text: no image; a comma starts the next load; a slash: "
+        "each request has one or the other, at random",
     )
     parser.add_argument(
         "--rate",
@@ -471,7 +473,7 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     if inside and INSIDE in dict(options.url):
         raise ConfigError(f"--url {INSIDE}=...: the service of --config has this name")
     plan = answers.AnswersPlan(
-        kinds=[answers.Kind(name, tuple(sizes)) for name, sizes in options.mix],
+        kinds=[answers.Kind(*load) for load in options.mix],
         per_second=options.rate,
         in_flight=options.in_flight,
         streams=options.streams,
@@ -506,10 +508,15 @@ def run_answers(options: argparse.Namespace, console: Console) -> int:
     return 1 if any(one.errors for one in found) else 0
 
 
-def kinds_of_requests(text: str) -> list[tuple[str, list[tuple[int, int]]]]:
-    if HEAVY_TAILED in text.split(","):
-        raise argparse.ArgumentTypeError(f"{HEAVY_TAILED} is not one size or a sum of sizes")
-    return [(kind, [] if kind == "text" else parse_mix(kind)[0]) for kind in text.split(",")]
+def answer_loads(text: str) -> list[tuple[str, tuple[tuple[Shape, ...], ...]]]:
+    """The name of each load, and the requests that it consists of."""
+
+    def sizes(request: str) -> tuple[Shape, ...]:
+        if request == HEAVY_TAILED:
+            raise argparse.ArgumentTypeError(f"{HEAVY_TAILED} is not one size or a sum of sizes")
+        return () if request == "text" else tuple(parse_mix(request)[0])
+
+    return [(load, tuple(map(sizes, load.split("/")))) for load in text.split(",")]
 
 
 def streams(text: str) -> int:

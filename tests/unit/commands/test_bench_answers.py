@@ -95,7 +95,7 @@ def console(threads: None) -> Console:
 
 
 def plan(**changes: Any) -> AnswersPlan:
-    kinds = [Kind("text", ()), Kind("64x64*2", ((64, 64), (64, 64)))]
+    kinds = [Kind("text", ((),)), Kind("64x64*2", (((64, 64), (64, 64)),))]
     usual: dict[str, Any] = {"kinds": kinds, "per_second": [20.0], "in_flight": 3, "streams": 2}
     return AnswersPlan(**usual | {"seconds": 0.5, "tokens": 4} | changes)
 
@@ -247,12 +247,14 @@ def test_requests_with_many_images_share_none() -> None:
     async def run() -> None:
         pictures = answers.Pictures(repeated=0)
         try:
-            requests = await pictures.of(Kind("20", ((32, 32),) * 20), 2)
-            requests += await pictures.of(Kind("1", ((32, 32),)), 2)
+            requests = await pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
+            requests += await pictures.of(Kind("1", (((32, 32),),)), 2)
+            mixed = await pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
         finally:
             pictures.pool.shutdown()
         images = [image for request in requests for image in request]
         assert len(set(images)) == len(images) == 42
+        assert {len(request) for request in mixed} == {0, 2}
 
     asyncio.run(run())
 
@@ -316,6 +318,7 @@ def test_a_service_that_wants_a_token_is_not_started(
         ["--model", "m", "--repeated", "1"],
         ["--mix", "big"],
         ["--mix", "heavy-tailed"],
+        ["--mix", "text/heavy-tailed"],
         ["--local", "chunk_ms"],
         ["--model", "m", "--vllm", "--port '1"],
         ["--model", "m", "--streams", "257"],
