@@ -167,7 +167,7 @@ class EncoderCalls:
     async def Encode(self, request: pb.EncodeRequest, context: grpc.aio.ServicerContext) -> bytes:
         async with answering(self.service, "grpc", context) as exchange:
             with self.taken(request) as take:
-                items, options = read(request)
+                items, options = await read(request)
                 document = await self.service.encode(items, options, exchange, take)
             size_bytes = sum(len(one.get("data", b"")) for one in document["items"])
             unsent = ExitStack()  # until the call has ended: gRPC keeps the message until then
@@ -183,7 +183,7 @@ class EncoderCalls:
         async with answering(self.service, "grpc_stream", context) as exchange:
             most_bytes = chunk_bytes(context)
             with self.taken(request) as take:
-                items, options = read(request)
+                items, options = await read(request)
                 async with aclosing(
                     self.service.stream(items, options, exchange, take)
                 ) as documents:
@@ -195,7 +195,7 @@ class EncoderCalls:
     ) -> pb.PlanResponse:
         async with answering(self.service, "grpc_plan", context) as exchange:
             with self.taken(request, encoding=False) as take:
-                items, options = read(request)
+                items, options = await read(request)
                 document = await self.service.plan(items, options, exchange, take)
             plans = [item_message(pb.Plan, one) for one in document.pop("items")]
         return pb.PlanResponse(items=plans, **document)
@@ -348,9 +348,13 @@ def chunk_bytes(context: grpc.aio.ServicerContext) -> int:
     return asked
 
 
-def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
+async def read(request: pb.EncodeRequest) -> tuple[list[RequestItem], RequestOptions]:
     given: dict[str, Any] = {field.name: value for field, value in request.options.ListFields()}
-    return [request_item(i, one) for i, one in enumerate(request.items)], request_options(given)
+    items = await offload(
+        sum(len(one.url) for one in request.items),  # data URLs, whose base64 is decoded
+        lambda: [request_item(i, one) for i, one in enumerate(request.items)],
+    )
+    return items, request_options(given)
 
 
 def request_item(index: int, one: pb.Item) -> RequestItem:

@@ -281,7 +281,10 @@ class BodyItem(KwargsFields):
 
     type: Kind = "image"
     data: str | None = Field(None, description="Base64 in JSON, bytes in msgpack.")
-    url: str | None = Field(None, description="Rejected unless the service allows the host.")
+    url: str | None = Field(
+        None,
+        description="`data:<type>;base64,...`, or an https URL of a host that the service allows.",
+    )
     frames: list[str] | None = Field(
         None, description="A video as image files of equal size, all of which are encoded."
     )

@@ -32,7 +32,7 @@ from actors.telemetry.tracing import NOBODY, Origin
 from actors.types import Kind, Media
 from encoder_service.api.schema import KwargsFields
 from encoder_service.config import LlmEngine
-from encoder_service.wire.documents import RequestItem
+from encoder_service.wire.documents import FRAMES, RequestItem, is_data_url, split_data_url
 from encoder_service.wire.formats import Document, WireError, from_base64
 
 MOST_STOPS = 4
@@ -54,11 +54,9 @@ MESSAGE_PART = 5
 """Keys in pydantic's location of a message part: messages, i, content, j, and its type."""
 LOW_PIXELS = 512 * 512
 """Maximum pixels of an image with `detail: low`, as in OpenAI's API."""
-DATA_URL = "data:"
 MOST_SHOWN = 40
 """Maximum characters quoted of an invalid URL, which may be a whole file in base64."""
 EXAMPLES: dict[Kind, str] = {"image": "image/jpeg", "video": "video/mp4"}
-FRAMES = "data:video/jpeg;base64"
 KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """Maps the `type` of a part to that of an item."""
 
@@ -493,7 +491,7 @@ def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
     """Returns the image or video as an item to be admitted. Raises InvalidKey."""
     kind = KINDS[part.type]
     url = part.image_url.url if isinstance(part, ImagePart) else part.video_url.url
-    if url[: len(DATA_URL)].lower() != DATA_URL:
+    if not is_data_url(url):
         if "://" not in url:
             shown = url if len(url) <= MOST_SHOWN else url[:MOST_SHOWN] + "..."
             raise InvalidKey(
@@ -502,13 +500,11 @@ def item(where: str, part: ImagePart | VideoPart) -> RequestItem:
                 where,
             )
         return RequestItem(kind, None, url)
-    head, comma, data = url.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise InvalidKey(f"{where}: a data URL must read data:{kind}/...;base64,...", where)
     try:
-        if kind == "video" and head.lower() == FRAMES:
-            frames = (from_base64(frame, where) for frame in data.split(","))
+        media_type, encoded = split_data_url(url, kind, where)
+        if kind == "video" and media_type == FRAMES:
+            frames = (from_base64(frame, where) for frame in encoded.split(","))
             return RequestItem("video", frames=tuple(frames))
-        return RequestItem(kind, from_base64(data, where), None)
+        return RequestItem(kind, from_base64(encoded, where), None)
     except WireError as error:
         raise InvalidKey(str(error), where) from None

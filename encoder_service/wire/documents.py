@@ -27,6 +27,9 @@ VIDEOS = ("MP4 or QuickTime", "Matroska or WebM", "AVI")
 SOUNDS = ("WAV", "FLAC", "OGG", "MP3")
 """Formats that are treated as audio."""
 KINDS: tuple[Literal["image", "video", "audio"], ...] = ("image", "video", "audio")
+DATA_URL = "data:"
+FRAMES = "video/jpeg"
+"""The media type of data URLs whose base64 is frames, separated by commas. Only chats take them."""
 
 SIGNATURES: tuple[tuple[str, int, bytes], ...] = (
     ("JPEG", 0, b"\xff\xd8\xff"),
@@ -168,6 +171,11 @@ def parse_item(item: Any, where: str) -> RequestItem:
         raise WireError(f'{where} needs one of "data", "url" and "frames"')
     if url is not None and not isinstance(url, str):
         raise WireError(f"{where}.url must be a string")
+    if url is not None and is_data_url(url):
+        media_type, encoded = split_data_url(url, kind, f"{where}.url")
+        if kind == "video" and media_type == FRAMES:
+            raise WireError(f'{where}.url is a data URL of frames: send "frames", a list of files')
+        return RequestItem(kind, from_base64(encoded, f"{where}.url"), **options)
     if frames is None:
         file = None if data is None else content(data, f"{where}.data")
         return RequestItem(kind, file, url, **options)
@@ -191,12 +199,27 @@ def check_option(name: str, value: Any) -> None:
 
 def content(data: Any, where: str) -> bytes:
     if isinstance(data, str):
-        if data.startswith("data:"):
-            raise WireError(f"{where} is a data URL: send only what follows its comma, the base64")
+        if is_data_url(data):
+            raise WireError(
+                f'{where} is a data URL, which only "url" takes: here send what follows its comma'
+            )
         data = from_base64(data, where)
     if not isinstance(data, bytes):
         raise WireError(f"{where} must be bytes (msgpack) or base64 (JSON)")
     return data
+
+
+def is_data_url(url: str) -> bool:
+    return url[: len(DATA_URL)].lower() == DATA_URL
+
+
+def split_data_url(url: str, kind: str, where: str) -> tuple[str, str]:
+    """The media type, in lower case, and the base64 of a data URL. Raises WireError."""
+    head, comma, encoded = url.partition(",")
+    media_type, marker, rest = head[len(DATA_URL) :].lower().rpartition(";base64")
+    if not comma or not marker or rest:
+        raise WireError(f"{where}: a data URL must read data:{kind}/...;base64,...")
+    return media_type, encoded
 
 
 def check_keys(given: Document, known: set[str], where: str) -> None:

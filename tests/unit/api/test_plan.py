@@ -46,10 +46,11 @@ from encoder_service.client import (
     Source,
     Video,
 )
+from encoder_service.client.items import read_plans
 from encoder_service.config import AuthOptions, FetchOptions, IngressOptions, ServiceOptions
 from encoder_service.intake.fetch import Fetcher
 from encoder_service.service import Service
-from encoder_service.wire.documents import KWARGS
+from encoder_service.wire.documents import KWARGS, RequestItem
 from tests import checkpoints_audio
 from tests.images import animated, encoded, jpeg, opened, png
 from tests.small_presets import SMALL, write_small
@@ -216,6 +217,7 @@ def test_the_plan_of_an_image_that_may_be_pruned_is_that_of_the_whole() -> None:
 
 PHOTO = jpeg(640, 480)
 ITEM = {"data": b64encode(PHOTO).decode()}
+PHOTO_URL = f"data:image/jpeg;base64,{ITEM['data']}"
 FILM = b64encode(video(8)).decode()
 RANGE = {"min_pixels": 4096, "max_pixels": 65536}
 QUERY = "/v1/plan?min_pixels=4096&max_pixels=65536"
@@ -228,6 +230,7 @@ QUERY = "/v1/plan?min_pixels=4096&max_pixels=65536"
         ("/v1/plan", {"json": {"items": [ITEM], "options": RANGE}}),
         ("/v1/plan", {"json": {"items": [ITEM | RANGE], "options": {"max_pixels": 200_000}}}),
         ("/v1/plan", {"content": msgpack.packb({"items": [{"data": PHOTO} | RANGE]})}),
+        ("/v1/plan", {"content": msgpack.packb({"items": [{"url": PHOTO_URL} | RANGE]})}),
         ("/v1/plan", {"files": {"image": PHOTO}, "data": {"options": json.dumps(RANGE)}}),
         (QUERY, {"content": PHOTO, "headers": {"content-type": "image/jpeg"}}),
     ],
@@ -460,6 +463,71 @@ def test_urls_are_fetched_each_once() -> None:
                     assert plan.digest == hashlib.sha256(photo).hexdigest()
                 assert sorted(asked) == ["/b.jpg", "/c.jpg"]
                 asked.clear()
+
+    asyncio.run(run())
+
+
+def data_url(file: bytes) -> str:
+    return f"data:;base64,{b64encode(file).decode()}"
+
+
+def test_data_urls_are_as_their_bytes() -> None:
+    large = png(400, 400) + bytes(300_000)  # over INLINE_BYTES
+    files = [PHOTO, large, video(8)]
+    items = [
+        RequestItem("image", url=PHOTO_URL),
+        RequestItem("image", url=data_url(large)),
+        RequestItem("video", url=f"data:video/mp4;base64,{FILM}"),
+    ]
+
+    async def run() -> None:
+        async with clients(service(Fleet())) as both:
+            for caller in both:
+                plans = await caller.plan(files)
+                found = read_plans(await caller.transport.plan(items, {}), len(items))
+                assert found == plans
+                document = await caller.transport.encode(items, {})
+                digests = [one["digest"] for one in document["items"]]
+                assert digests == [plan.digest for plan in plans]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("url", "kind", "says"),
+    [
+        ("data:image/jpeg,abc", "invalid_request", r"items\[1\].url: a data URL must read data:"),
+        ("data:image/jpeg;base64,a", "invalid_request", r"items\[1\].url is not base64"),
+        (data_url(bytes(30_000)), "too_large", r"limits\.max_body_bytes"),
+    ],
+)
+def test_data_urls_that_are_refused(url: str, kind: str, says: str) -> None:
+    items = [RequestItem("image", jpeg(64, 64)), RequestItem("image", url=url)]
+
+    async def run() -> None:
+        async with clients(service(Fleet(), max_body_bytes=30_000)) as both:
+            for caller in both:
+                with pytest.raises(ServiceError, match=says) as refused:
+                    await caller.transport.plan(items, {})
+                assert refused.value.type == kind
+
+    asyncio.run(run())
+
+
+def test_bytes_of_data_urls_are_counted_and_released() -> None:
+    one = service(Fleet(), max_buffered_bytes=1000, max_body_bytes=1000)
+    items = [RequestItem("image", url=data_url(png(64, 64)))]
+
+    async def run() -> None:
+        async with clients(one) as both:
+            for caller in both:
+                with one.buffered.hold() as take:
+                    take(1000)
+                    with pytest.raises(ServiceError) as refused:
+                        await caller.transport.plan(items, {})
+                assert refused.value.type == "overloaded"
+                await caller.transport.plan(items, {})
+                assert one.buffered.held_bytes == 0
 
     asyncio.run(run())
 

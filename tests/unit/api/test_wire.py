@@ -188,6 +188,14 @@ def test_requests() -> None:
     assert wire.parse_request(b"\0", "video/mp4") == ([RequestItem("video", b"\0")], {})
 
 
+@pytest.mark.parametrize("head", ["data:video/mp4;base64", "DATA:;x=y;BASE64", "data:;base64"])
+def test_data_urls(head: str) -> None:
+    item = {"type": "video", "url": f"{head},/9g=", "fps": 2}
+    expected = [RequestItem("video", b"\xff\xd8", fps=2)]
+    assert wire.parse_request(msgpack.packb({"items": [item]}), MSGPACK) == (expected, {})
+    assert wire.parse_request(json.dumps({"items": [item]}).encode(), JSON) == (expected, {})
+
+
 def test_frames_come_back_as_they_were_sent() -> None:
     item = RequestItem("video", frames=(b"\xff\xd8", b"\x89P"), fps=1.5)
     body = msgpack.packb({"items": [item.document()]})
@@ -218,12 +226,20 @@ def test_frames_come_back_as_they_were_sent() -> None:
         (b'{"items": [{"data": "", "url": ""}]}', 'needs one of "data"'),
         (
             b'{"items": [{"data": "data:image/png;base64,YWI="}]}',
-            r"items\[0\].data is a data URL: send only what follows its comma",
+            r"items\[0\].data is a data URL, which only .url. takes: here send what follows its",
         ),
         (b'{"items": [{"data": "a"}]}', r"items\[0\].data is not base64"),
         (b'{"items": [{"data": "YWI\\n="}]}', "not base64"),
         (b'{"items": [{"data": [1]}]}', "must be bytes"),
         (b'{"items": [{"url": 1}]}', "url must be a string"),
+        (b'{"items": [{"url": "data:"}]}', r"url: a data URL must read data:image/...;base64,..."),
+        (b'{"items": [{"url": "data:;base64x,YQ=="}]}', "must read data:image/"),
+        (b'{"items": [{"type": "video", "url": "data:video/mp4,a"}]}', "must read data:video/"),
+        (b'{"items": [{"url": "data:;base64,a"}]}', r"items\[0\].url is not base64"),
+        (
+            b'{"items": [{"type": "video", "url": "data:video/jpeg;base64,YQ==,YQ=="}]}',
+            r'items\[0\].url is a data URL of frames: send "frames"',
+        ),
     ],
 )
 def test_broken_requests(body: bytes, message: str) -> None:
