@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -23,9 +24,10 @@ from pydantic import (
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema, PydanticKnownError, core_schema
 
 from actors.errors import InvalidRequest, NotFound, ServiceError
 from actors.telemetry.tracing import NOBODY, Origin
@@ -35,11 +37,12 @@ from encoder_service.config import LlmEngine
 from encoder_service.wire.documents import FRAMES, RequestItem, is_data_url, split_data_url
 from encoder_service.wire.formats import Document, WireError, from_base64
 
-MOST_STOPS = 4
+MOST_STOPS = 16
 MOST_TURNS, MOST_PARTS = 4096, 1024
 """Maximum messages per request and parts per message, because even empty ones take time."""
 MOST_STOP_CHARACTERS = 1000
-"""Maximum length of a stop text, because the end of the text is compared with each prefix."""
+"""Maximum length of a stop text, because the end of the text is compared with each prefix: up to
+3 ms per token with 16 such texts."""
 MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
 MOST_STOP_TOKENS, MOST_BIASED = 100, 1024
 """vLLM ends if a request exceeds its own limits, which are 128 and 1024. It also counts the stop
@@ -147,6 +150,11 @@ class SchemaFormat(StrictModel):
     json_schema: JsonSchema
 
 
+def as_whole(number: Any) -> Any:
+    """1 for 1.0, which JSON does not distinguish."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 TokenId = Annotated[int, Field(ge=0, strict=False)]
 """Strings are accepted too, because keys of a JSON object are strings."""
 
@@ -154,7 +162,7 @@ TokenId = Annotated[int, Field(ge=0, strict=False)]
 class VllmParams(SamplingParams):
     """Adds what vLLM supports. None: as in generation_config.json, or else vLLM's default."""
 
-    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    n: Annotated[int, BeforeValidator(as_whole)] = Field(1, ge=1, le=MOST_CHOICES)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=2)
@@ -301,8 +309,20 @@ class Only:
         return {"enum": [*self.accepted, None]}
 
 
-def as_parts(content: Any) -> Any:
+def as_parts(content: Any, info: ValidationInfo) -> Any:
+    """Only what an assistant said may be missing. It becomes an empty text, because chat templates
+    read none from null."""
+    if content is None:
+        if info.data.get("role") != "assistant":
+            raise PydanticKnownError("missing")
+        content = ""
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def not_called(tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
+    if tools and info.data.get("tool_choice") != "none":
+        raise ValueError('only [] is supported here, or any tools with tool_choice "none"')
+    return tools
 
 
 ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
@@ -312,8 +332,10 @@ class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
         list[ContentPart],
-        BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart]),
-    ] = Field(min_length=1, max_length=MOST_PARTS, fail_fast=True)
+        BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart] | None),
+    ] = Field(None, min_length=1, max_length=MOST_PARTS, fail_fast=True, validate_default=True)
+    name: str | None = None
+    """Ignored, because chat templates do not read it."""
     tool_calls: Annotated[Any, Only([])] = None
     """This and `annotations` are empty in completions that clients send back."""
     annotations: Annotated[Any, Only([])] = None
@@ -351,6 +373,8 @@ class ChatKwargs(KwargsFields, StrictModel):
 
 class StreamOptions(StrictModel):
     include_usage: bool = False
+    include_obfuscation: bool = False
+    """Ignored: events are not padded."""
 
 
 class VllmStreamOptions(StreamOptions):
@@ -379,17 +403,29 @@ class ChatRequest(SamplingParams):
     top_logprobs: Annotated[Any, Only(0)] = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
     modalities: Annotated[Any, Only(["text"])] = None
-    tools: Annotated[Any, Only([])] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
+    tools: Annotated[list[Any] | None, AfterValidator(not_called)] = None
+    """It follows tool_choice, which not_called reads."""
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
     store: Annotated[Any, Only(False)] = None
+    verbosity: Annotated[Any, Only("medium")] = None
+    # vLLM's, with its defaults:
+    echo: Annotated[Any, Only(False)] = None
+    add_generation_prompt: Annotated[Any, Only(True)] = None
+    add_special_tokens: Annotated[Any, Only(False)] = None
+    use_beam_search: Annotated[Any, Only(False)] = None
+    length_penalty: Annotated[Any, Only(1)] = None
+    include_stop_str_in_output: Annotated[Any, Only(False)] = None
+    skip_special_tokens: Annotated[Any, Only(True)] = None
+    spaces_between_special_tokens: Annotated[Any, Only(True)] = None
     parallel_tool_calls: bool | None = None
     """This and the following parameters have no effect, whatever their values."""
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
     metadata: dict[str, str] | None = None
 
     @model_validator(mode="after")

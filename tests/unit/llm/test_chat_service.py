@@ -18,11 +18,12 @@ from actors.options import GraphOptions, ImagesKwargs, ModelOptions
 from actors.types import ProcessorKwargs
 from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
-from encoder_service.config import LimitOptions, LlmOptions, ServiceOptions
+from encoder_service.config import LimitOptions, LlmEngine, LlmOptions, ServiceOptions
 from encoder_service.llm import http as chat_http
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
+    REQUESTS,
     ChatCall,
     ChatEvent,
     ChatKwargs,
@@ -348,22 +349,50 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
     assert replicas.closed == 1
 
 
+SAID = {"role": "assistant", "content": None}
+UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": [{"type": "function"}]}, "tools: only [] is"),
+    ({"tools": [{}], "tool_choice": "auto"}, 'or any tools with tool_choice "none"'),
+    ({"tools": "a", "tool_choice": "none"}, "tools: wrong value"),
+    ({"tool_choice": "required"}, 'tool_choice: only "none" or "auto" is'),
+    ({"store": True}, "store: only false is"),
+    ({"service_tier": "flex"}, 'service_tier: only "auto" or "default" is'),
+    ({"verbosity": "low"}, 'verbosity: only "medium" is'),
+    ({"reasoning_effort": "none"}, "reasoning_effort: not supported here; leave it out"),
+    ({"prompt_cache_retention": 24}, "prompt_cache_retention: "),
+    ({"user": 1}, "user: "),
+    ({"echo": True}, "echo: only false is"),
+    ({"add_generation_prompt": False}, "add_generation_prompt: only true is"),
+    ({"add_special_tokens": True}, "add_special_tokens: only false is"),
+    ({"use_beam_search": True}, "use_beam_search: only false is"),
+    ({"length_penalty": 2}, "length_penalty: only 1 is"),
+    ({"include_stop_str_in_output": True}, "include_stop_str_in_output: only false is"),
+    ({"skip_special_tokens": False}, "skip_special_tokens: only true is"),
+    ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens: only true is"),
+    ({"best_of": 2}, "best_of: not supported here; leave it out"),
+    ({"n": 1.5}, "n: "),
+    ({"stop": ["a"] * 17}, "stop: "),
+    ({"stream": True, "stream_options": {"include_obfuscation": 1}}, ".include_obfuscation: "),
+    ({"messages": [SAID | {"name": 1}]}, "messages[0].name: "),
+    ({"messages": [SAID | {"tool_calls": [{}]}]}, "messages[0].tool_calls: only [] is"),
+    ({"messages": [SAID | {"content": []}]}, "messages[0].content: wrong value"),
+    ({"messages": [SAID | {"role": "user"}]}, "messages[0].content: missing; add it"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content: missing; add it"),
+]
+"""With either engine."""
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        *UNSUPPORTED,
         ({"n": 2}, "n: only 1 is supported here"),
         ({"logprobs": True}, "logprobs: only false is supported here"),
         ({"top_logprobs": 5}, "top_logprobs: only 0 is"),
         ({"frequency_penalty": 0.5}, "frequency_penalty: only 0 is"),
         ({"logit_bias": {"5": 1}}, "logit_bias: only {} is"),
-        ({"tools": [{"type": "function"}]}, "tools: only [] is"),
-        ({"tool_choice": "required"}, 'tool_choice: only "none" or "auto" is'),
         ({"response_format": {"type": "json_object"}}, 'response_format: only {"type": "text"} is'),
-        ({"store": True}, "store: only false is"),
-        ({"user": 1}, "user: "),
-        ({"echo": True}, "echo: not supported here; leave it out"),
         ({"max_tokens": 0}, "max_tokens: "),
-        ({"stop": ["a"] * 5}, "stop: "),
         ({"stop": ""}, "stop[0]: "),
         ({"stop": False}, "stop: "),
         ({"stop": "a" * 1001}, "stop[0]: "),
@@ -425,16 +454,26 @@ HARMLESS: dict[str, Any] = {
     "top_logprobs": 0,
     "response_format": {"type": "text"},
     "modalities": ["text"],
-    "tools": [],
+    "tools": [{"type": "function", "function": {"name": "f"}}],
     "tool_choice": "none",
     "functions": [],
     "function_call": "auto",
     "parallel_tool_calls": True,
     "service_tier": "default",
     "store": False,
+    "verbosity": "medium",
+    "echo": False,
+    "add_generation_prompt": True,
+    "add_special_tokens": False,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "include_stop_str_in_output": False,
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
     "user": "me",
     "safety_identifier": "me",
     "prompt_cache_key": "k",
+    "prompt_cache_retention": "24h",
     "metadata": {"a": "b"},
     "stream_options": None,
     "seed": None,
@@ -453,6 +492,35 @@ def test_parameters_that_change_nothing_are_accepted(values: dict[str, Any]) -> 
 def test_one_may_be_written_with_a_point() -> None:
     streamed = client(Replicas(WHOLE)).post(PATH, json=HELLO | {"n": 1.0, "stream": True})
     assert streamed.text.endswith("data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("engine", REQUESTS)
+def test_streams_need_no_obfuscation(engine: LlmEngine) -> None:
+    for value in (False, True):
+        options = {"include_usage": True, "include_obfuscation": value}
+        found = parse(HELLO | {"stream": True, "stream_options": options}, engine).stream_options
+        assert found
+        assert found.include_usage
+
+
+@pytest.mark.parametrize("engine", REQUESTS)
+def test_there_may_be_sixteen_stop_texts(engine: LlmEngine) -> None:
+    stops = [str(i) for i in range(16)]
+    assert parse(HELLO | {"stop": stops}, engine).sampling().stop == tuple(stops)
+
+
+@pytest.mark.parametrize("engine", REQUESTS)
+@pytest.mark.parametrize("said", [SAID, {"role": "assistant"}, SAID | {"content": ""}])
+def test_what_an_assistant_said_may_be_nothing(said: dict[str, Any], engine: LlmEngine) -> None:
+    (message,) = parse(HELLO | {"messages": [said]}, engine).messages
+    assert message.for_template() == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("engine", REQUESTS)
+def test_chat_templates_get_no_names(engine: LlmEngine) -> None:
+    named = {"role": "user", "content": "hello", "name": "me"}
+    (message,) = parse(HELLO | {"messages": [named]}, engine).messages
+    assert message.for_template() == {"role": "user", "content": "hello"}
 
 
 def test_a_seed_may_be_negative() -> None:
@@ -496,7 +564,8 @@ def test_the_openapi_document_describes_chats() -> None:
     assert shown.keys() >= HARMLESS.keys() | HELLO.keys()
     assert shown["tool_choice"]["enum"] == ["none", "auto", None]
     content = document["components"]["schemas"]["ChatMessage"]["properties"]["content"]
-    assert {"type": "string"} in content["anyOf"]
+    assert [one["type"] for one in content["anyOf"]] == ["string", "array", "null"]
+    assert shown["tools"]["anyOf"] == [{"items": {}, "type": "array"}, {"type": "null"}]
 
 
 def test_a_model_is_shown_by_its_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections.abc import AsyncGenerator
 from dataclasses import replace
@@ -32,7 +33,16 @@ from encoder_service.llm.vllm_engine import (
 )
 from tests.images import jpeg
 from tests.unit.fleet import embedding, item
-from tests.unit.llm.test_chat_service import HELLO, PATH, Replicas, client, events, image
+from tests.unit.llm.test_chat_service import (
+    HARMLESS,
+    HELLO,
+    PATH,
+    UNSUPPORTED,
+    Replicas,
+    client,
+    events,
+    image,
+)
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU: dict[str, Any] = {"num_gpus": 0, "device": "cpu"}
@@ -123,13 +133,22 @@ def test_formats_of_responses(given: dict[str, Any], expected: dict[str, Any] | 
         (in_json({"pattern": "a{%s}" % ("9" * 5000)}), "use minLength and maxLength"),
         ({"logit_bias": {"a": 1}}, "logit_bias"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
-        ({"tools": [{}]}, r"tools: only \[\] is supported here"),
-        ({"best_of": 2}, "best_of: not supported here"),
+        *((given, re.escape(words)) for given, words in UNSUPPORTED),
     ],
 )
 def test_what_it_cannot_do_is_named(given: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidKey, match=words):
         params(**given)
+
+
+def test_parameters_that_change_nothing_do_not_reach_vllm() -> None:
+    given = {name: HARMLESS[name] for name in HARMLESS if name not in VllmParams.model_fields}
+    assert params(**HARMLESS)
+    assert params(**given) == params()
+
+
+def test_their_number_may_be_written_with_a_point() -> None:
+    assert params(n=2.0) == params(n=2)
 
 
 def test_seeds_of_all_completions_have_64_bits() -> None:
