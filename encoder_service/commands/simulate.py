@@ -45,6 +45,9 @@ ROWS: dict[str, tuple[Policy, Known]] = {
     "all known": ("largest_first", "everything"),
 }
 PLOTTED = {"p50_ms": "p50, ms", "p99_ms": "p99, ms", "makespan_ratio": "burst / optimum"}
+PLOTTED_UNEQUAL = ("largest_first", "by patches", "all known")
+GOAL = 1.1
+"""p99 relative to a router that knows everything, with replicas of different speed."""
 
 
 def add(subcommands: Any) -> None:
@@ -82,7 +85,8 @@ def add(subcommands: Any) -> None:
     parser.add_argument(
         "--slower",
         type=above_zero,
-        default=1,
+        nargs="+",
+        default=[1],
         metavar="K",
         help="every second replica takes K times as long; routers know it, except `by patches`",
     )
@@ -100,19 +104,28 @@ def run(options: argparse.Namespace, console: Console) -> int:
     Console(stderr=True, soft_wrap=True).print(
         f"simulating {len(ROWS)} policies on fleets of {fleets} replicas ..."
     )
-    rows = [measure(name, replicas, options) for replicas in options.replicas for name in ROWS]
+    rows_by_speed = {
+        slower: [
+            measure(name, replicas, slower, options)
+            for replicas in options.replicas
+            for name in ROWS
+        ]
+        for slower in options.slower
+    }
+    rows = [row for own in rows_by_speed.values() for row in own]
     write_json(options.json, rows)
     if options.plot:
         plot(rows, options.plot)
-    console.print(table(rows, options))
+    for slower, own in rows_by_speed.items():
+        console.print(table(own, slower, options))
     return 0
 
 
-def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+def measure(name: str, replicas: int, slower: float, options: argparse.Namespace) -> dict[str, Any]:
     """One policy under steady traffic and, separately, under a burst."""
     policy, known = ROWS[name]
     requests = max(options.requests, BURST_REQUESTS * replicas)
-    fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, options.slower)}
+    fleet: Any = {"seed": SEED, "cost": H200_8B, "slower": (1, slower)}
     traffic = steady(replicas, requests, options.load, routers=options.routers, **fleet)
     traffic = replace(traffic, reports_alone=options.reports_alone, known=known)
     flow = Simulation(traffic, POLICIES[policy], SEED).run()
@@ -123,6 +136,7 @@ def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, 
     p50, p99 = np.percentile(flow.latencies_seconds, [50, 99]).tolist()
     return {
         "replicas": replicas,
+        "slower": slower,
         "policy": name,
         "p50_ms": p50 * 1e3,
         "p99_ms": p99 * 1e3,
@@ -132,8 +146,8 @@ def measure(name: str, replicas: int, options: argparse.Namespace) -> dict[str, 
     }
 
 
-def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
-    slow = f", speeds {options.slower:g}:1" if options.slower != 1 else ""
+def table(rows: Sequence[dict[str, Any]], slower: float, options: argparse.Namespace) -> Table:
+    slow = f", speeds {slower:g}:1" if slower != 1 else ""
     shown = Table(
         title=f"load {options.load:g}, {options.routers} routers{slow}; "
         f"a burst of {BURST_REQUESTS} requests per replica",
@@ -156,19 +170,57 @@ def table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> Table:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Writes a PNG with one plot per figure, over the number of replicas."""
+    """Writes a PNG, over the number of replicas: one plot per figure if all replicas are equally
+    fast, else p99 relative to `all known`, one plot per ratio of speeds."""
     from matplotlib.figure import Figure  # optional, and slow to import
 
-    figure = Figure(figsize=(11.0, 3.6), layout="constrained")
-    for axes, (name, label) in zip(figure.subplots(1, len(PLOTTED)), PLOTTED.items(), strict=True):
-        for policy in dict.fromkeys(row["policy"] for row in rows):
-            own = [row for row in rows if row["policy"] == policy]
-            fleets = [row["replicas"] for row in own]
-            values = [row[name] for row in own]
-            axes.plot(fleets, values, marker="o", markersize=3, label=policy)
+    equal = all(row["slower"] == 1 for row in rows)
+    plots = curves(rows) if equal else relative_curves(rows)
+    figure = Figure(figsize=(min(11.0, 5.5 * len(plots)), 3.6), layout="constrained")
+    every_axes = figure.subplots(1, len(plots), squeeze=False, sharey=not equal)[0]
+    for axes, (title, lines) in zip(every_axes, plots.items(), strict=True):
+        for policy, points in lines.items():
+            axes.plot(points.keys(), points.values(), marker="o", markersize=3, label=policy)
         axes.set_xscale("log")
         axes.set_xlabel("replicas")
-        axes.set_title(label)
-        axes.set_ylim(bottom=0)
+        axes.set_title(title)
+        if equal:
+            axes.set_ylim(bottom=0)
+        else:
+            axes.axhline(GOAL, color="gray", linestyle="dashed", label=f"goal: {GOAL:g}")
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            fleets = sorted({row["replicas"] for row in rows})
+            axes.set_xticks(fleets, map(str, fleets))
+            axes.set_xticks([], minor=True)
     axes.legend(fontsize="small")
     figure.savefig(path, dpi=110, format="png")
+
+
+Curves = dict[str, dict[str, dict[int, float]]]
+"""Title -> policy -> replicas -> figure."""
+
+
+def curves(rows: Sequence[dict[str, Any]]) -> Curves:
+    return {
+        label: {
+            policy: {row["replicas"]: row[name] for row in rows if row["policy"] == policy}
+            for policy in ROWS
+        }
+        for name, label in PLOTTED.items()
+    }
+
+
+def relative_curves(rows: Sequence[dict[str, Any]]) -> Curves:
+    p99 = {(row["slower"], row["policy"], row["replicas"]): row["p99_ms"] for row in rows}
+    fleets = list(dict.fromkeys(row["replicas"] for row in rows))
+    return {
+        f"p99 / all known, speeds {slower:g}:1": {
+            policy: {
+                fleet: p99[slower, policy, fleet] / p99[slower, "all known", fleet]
+                for fleet in fleets
+            }
+            for policy in PLOTTED_UNEQUAL
+        }
+        for slower in dict.fromkeys(row["slower"] for row in rows)
+    }

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from actors.types import Cost
 from encoder_service import cli
+from encoder_service.commands.simulate import relative_curves
 from router.options import Policy
 from router.policy.balance import POLICIES, largest_first
 from router.simulate import Outcome, Scenario, Simulation, burst, heavy_tailed, steady
@@ -116,14 +117,21 @@ def test_replicas_whose_items_end_before_the_news_of_them_comes_do_not_tell() ->
     assert p99(simulate(flow)) < 1.5 * p99(simulate(replace(flow, known="everything")))
 
 
-def test_replicas_of_different_speed_are_balanced_by_seconds() -> None:
-    """As well as if every replica's seconds were known exactly, and far better than by patches."""
-    flow = steady(8, 1500, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, 4))
+@pytest.mark.parametrize("replicas", [4, 8, 16, 64])
+@pytest.mark.parametrize(("slower", "at_least_by_patches"), [(2, 1.3), (4, 2.2)])
+def test_replicas_of_different_speed_are_balanced_by_seconds(
+    replicas: int, slower: int, at_least_by_patches: float
+) -> None:
+    """p99 is at most 10 % above that of a router that knows everything, and far better than by
+    patches. 1,500 requests are too few: the ratio of eight replicas at 4:1 is then 0.99 to 1.13,
+    depending on the seed. With 4,000 it is 1.03 to 1.08."""
+    flow = steady(replicas, 4000, 0.7, routers=1, seed=1, cost=TAILED, slower=(1, slower))
     seconds, patches = simulate(flow), simulate(replace(flow, known="patches"))
-    assert p99(seconds) < 1.15 * p99(simulate(replace(flow, known="everything")))
-    assert p99(seconds) < 0.7 * p99(patches)
+    known = p99(simulate(replace(flow, known="everything")))
+    assert p99(seconds) < 1.1 * known
+    assert p99(patches) > at_least_by_patches * known
     shares = [sum(seconds.patches[first::2]) for first in (0, 1)]
-    assert shares[0] > 0.8 * 4 * shares[1]
+    assert shares[0] > 0.8 * slower * shares[1]
 
 
 def test_sizes_stay_within_what_a_model_takes() -> None:
@@ -141,9 +149,24 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "largest_first" in capsys.readouterr().out
     assert [row["replicas"] for row in json.loads(report.read_text())] == [2] * 6 + [3] * 6
     assert picture.read_bytes().startswith(b"\x89PNG")
-    assert cli.main([*arguments, "--slower", "4"]) == 0
+    unequal = [*arguments, "--slower", "2", "4", "--json", str(report), "--plot", str(picture)]
+    picture.unlink()
+    assert cli.main(unequal) == 0
     assert "by patches" in (shown := capsys.readouterr().out)
     assert "all known" in shown
+    assert shown.index("speeds 2:1") < shown.index("speeds 4:1")
+    assert [row["slower"] for row in json.loads(report.read_text())] == [2] * 12 + [4] * 12
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_p99_of_unequal_replicas_is_plotted_relative_to_a_router_that_knows_everything() -> None:
+    p99_ms = {"largest_first": 11.0, "round_robin": 90.0, "by patches": 40.0, "all known": 10.0}
+    rows = [
+        {"slower": 4, "replicas": 8, "policy": policy, "p99_ms": ms}
+        for policy, ms in p99_ms.items()
+    ]
+    (lines,) = relative_curves(rows).values()
+    assert lines == {"largest_first": {8: 1.1}, "by patches": {8: 4.0}, "all known": {8: 1.0}}
 
 
 def p99(outcome: Outcome) -> float:

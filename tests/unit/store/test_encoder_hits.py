@@ -16,7 +16,7 @@ from ray import serve
 from torch import Tensor
 
 from actors import encoder, pipeline
-from actors.autoscaling import OUTSTANDING_PATCHES
+from actors.autoscaling import OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import InvalidMedia, TooLarge, Unavailable
 from actors.options import (
     ActorOptions,
@@ -32,7 +32,7 @@ from actors.rpc.server import Endpoint
 from actors.spec.checkpoint import find
 from actors.store.kept import References
 from actors.telemetry.tracing import NOBODY
-from actors.types import Dtype, Embedding, Media, Size
+from actors.types import Cost, Dtype, Embedding, Media, Size
 from router.replicas.fleet import ReplicaUnreachable
 from router.replicas.rpc import ReplicaChannel
 from tests.images import jpeg
@@ -147,9 +147,13 @@ def test_the_autoscaler_hears_of_what_waits_in_routers(actor: encoder.Encoder) -
     async def run() -> None:
         one = media(actor, 64)
         patches = one.plan.patches
+        actor.pipeline.engine.cost = cost = Cost(1.0, 0.5, 0.25)
+        seconds = cost.work_seconds(one.plan.work)
         call = asyncio.create_task(actor.encode([one], "float32", 30, waiting_per_sent=2.5))
         await asyncio.sleep(0)
-        assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 3.5 * patches
+        stats = await actor.record_autoscaling_stats()
+        assert stats[OUTSTANDING_PATCHES] == 3.5 * patches
+        assert stats[OUTSTANDING_SECONDS] == 3.5 * seconds > 0
         assert (await actor.record_routing_stats())[OUTSTANDING_PATCHES] == patches
         await call
         assert (await actor.record_autoscaling_stats())[OUTSTANDING_PATCHES] == 0
