@@ -339,11 +339,31 @@ BUILT_IN_RESOURCES = {"CPU", "GPU", "memory", "object_store_memory"}
 """Ray rejects these names among custom resources."""
 
 
+class AutoscalingOptions(Options):
+    """The number of replicas follows the load, within bounds."""
+
+    min_replicas: PositiveInt = 1
+    max_replicas: PositiveInt
+    look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
+    upscale_delay_seconds: float = Field(10, ge=0)
+    """How long the load must be higher before replicas are added."""
+    downscale_delay_seconds: float = Field(600, ge=0)
+    """How long the load must be lower before replicas are removed. Long, because a new replica has
+    to load weights and capture graphs."""
+
+    @model_validator(mode="after")
+    def bounds_are_in_order(self) -> Self:
+        if self.min_replicas > self.max_replicas:
+            raise ValueError("min_replicas is more than max_replicas")
+        return self
+
+
 class DeviceOptions(Options):
     """A deployment whose replicas own one device each."""
 
     replicas: PositiveInt = 1
     """To change it without a restart, set `num_replicas` in the application's `deployments`."""
+    autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
     num_gpus: Reserved = Field(1, le=1)
     """GPUs that Ray reserves per replica: 0 with `device: cpu`; below 1, replicas share a GPU."""
     num_cpus: Reserved = 1
@@ -364,6 +384,20 @@ class DeviceOptions(Options):
         """GPUs that Ray reserves per replica."""
         return self.num_gpus
 
+    @property
+    def least_replicas(self) -> int:
+        return self.autoscaling.min_replicas if self.autoscaling else self.replicas
+
+    @property
+    def most_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
+
+    @model_validator(mode="after")
+    def count_is_given_once(self) -> Self:
+        if self.autoscaling and "replicas" in self.model_fields_set:
+            raise ValueError("replicas and autoscaling are both given: keep one of them")
+        return self
+
     @model_validator(mode="after")
     def device_is_reserved(self) -> Self:
         """Otherwise a replica would use a GPU that Ray gives to others."""
@@ -379,11 +413,9 @@ class DeviceOptions(Options):
         return self
 
 
-class AutoscalingOptions(Options):
-    """The number of replicas follows the outstanding work, within bounds."""
+class EncoderAutoscalingOptions(AutoscalingOptions):
+    """The load is the outstanding work."""
 
-    min_replicas: PositiveInt = 1
-    max_replicas: PositiveInt
     target_patches: PositiveInt = 100_000
     """Target for the mean outstanding patches per replica: the seconds that an item may wait, times
     the patches that a replica encodes per second (BENCHMARKS.md)."""
@@ -391,17 +423,9 @@ class AutoscalingOptions(Options):
     """Instead of `target_patches`: the seconds that an item may wait, computed from what each
     replica measured at start. With `graphs.mode: exact` or `off` nothing is measured, and the
     number of replicas does not change."""
-    look_back_seconds: float = Field(10, gt=0)  # the load is averaged over this time
-    upscale_delay_seconds: float = Field(10, ge=0)
-    """How long the load must be higher before replicas are added."""
-    downscale_delay_seconds: float = Field(600, ge=0)
-    """How long the load must be lower before replicas are removed. Long, because a new replica has
-    to load weights and capture graphs."""
 
     @model_validator(mode="after")
-    def bounds_are_in_order(self) -> Self:
-        if self.min_replicas > self.max_replicas:
-            raise ValueError("min_replicas is more than max_replicas")
+    def target_is_given_once(self) -> Self:
         if self.target_seconds and "target_patches" in self.model_fields_set:
             raise ValueError("target_patches and target_seconds are both given: keep one of them")
         return self
@@ -420,7 +444,7 @@ class PoolOptions(Options):
 
     name: Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,38}[a-z0-9])?$")]
     replicas: PositiveInt | None = None
-    autoscaling: AutoscalingOptions | None = None
+    autoscaling: EncoderAutoscalingOptions | None = None
     num_gpus: Reserved | None = Field(None, le=1)
     num_cpus: Reserved | None = None
     accelerator_type: AcceleratorType | None = None
@@ -431,7 +455,7 @@ class PoolOptions(Options):
 
 
 class EncoderOptions(DeviceOptions):
-    autoscaling: AutoscalingOptions | None = None  # instead of `replicas`
+    autoscaling: EncoderAutoscalingOptions | None = None
     pools: tuple[PoolOptions, ...] = Field((), strict=False)
     """Several kinds of device in one service. Empty: all encoders are equal."""
     transport: Transport = "shared_memory"
@@ -455,21 +479,11 @@ class EncoderOptions(DeviceOptions):
         return self.drain_timeout_seconds + 5
 
     @model_validator(mode="after")
-    def nothing_is_given_twice(self) -> Self:
-        if self.autoscaling and "replicas" in self.model_fields_set:
-            raise ValueError("replicas and autoscaling are both given: keep one of them")
+    def pools_have_their_own_names(self) -> Self:
         names = [pool.name for pool in self.pools]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"pools: {', '.join(sorted(repeated))}: give each pool its own name")
         return self
-
-    @property
-    def least_replicas(self) -> int:
-        return self.autoscaling.min_replicas if self.autoscaling else self.replicas
-
-    @property
-    def most_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling else self.replicas
 
 
 class TracingOptions(Options):

@@ -18,7 +18,7 @@ from actors.autoscaling import OUTSTANDING_SECONDS
 from actors.encoder import Encoder
 from actors.errors import ConfigError, StartError
 from actors.families.registry import read
-from actors.options import ActorOptions, DeviceOptions, EncoderOptions
+from actors.options import ActorOptions, DeviceOptions, EncoderAutoscalingOptions, EncoderOptions
 from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import check_transport
 from actors.store.shared_cache import open_store
@@ -27,6 +27,7 @@ from encoder_service.config import (
     OPEN_CLUSTER,
     OPEN_FOLDER,
     POOL,
+    LlmOptions,
     ServiceOptions,
     check_scaling,
     encoders,
@@ -161,7 +162,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         chat = serve.deployment(
             Chat,
             name="Chat",
-            num_replicas=own.replicas,
+            **replicas(own),
             ray_actor_options=place(own),
             max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
@@ -204,9 +205,15 @@ def place(device: DeviceOptions) -> dict[str, Any]:
     return given | ({"resources": device.resources} if device.resources else {})
 
 
-def replicas(encoder: EncoderOptions) -> dict[str, Any]:
-    if (scaling := encoder.autoscaling) is None:
-        return {"num_replicas": encoder.replicas}
+def replicas(section: EncoderOptions | LlmOptions) -> dict[str, Any]:
+    if section.autoscaling is None:
+        return {"num_replicas": section.replicas}
+    target: dict[str, Any]
+    if isinstance(section, LlmOptions):
+        target = {"target_ongoing_requests": section.target_ongoing_requests}
+    else:
+        target = {"policy": work_policy(section.autoscaling)}
+    scaling = section.autoscaling
     return {
         "autoscaling_config": AutoscalingConfig(
             min_replicas=scaling.min_replicas,
@@ -214,14 +221,18 @@ def replicas(encoder: EncoderOptions) -> dict[str, Any]:
             look_back_period_s=scaling.look_back_seconds,
             upscale_delay_s=scaling.upscale_delay_seconds,
             downscale_delay_s=scaling.downscale_delay_seconds,
-            policy=AutoscalingPolicy(
-                policy_function="actors.autoscaling:WorkPolicy",
-                policy_kwargs={"target": scaling.target_seconds, "metric": OUTSTANDING_SECONDS}
-                if scaling.target_seconds
-                else {"target": scaling.target_patches},
-            ),
+            **target,
         )
     }
+
+
+def work_policy(scaling: EncoderAutoscalingOptions) -> AutoscalingPolicy:
+    return AutoscalingPolicy(
+        policy_function="actors.autoscaling:WorkPolicy",
+        policy_kwargs={"target": scaling.target_seconds, "metric": OUTSTANDING_SECONDS}
+        if scaling.target_seconds
+        else {"target": scaling.target_patches},
+    )
 
 
 def check_object_store(options: ServiceOptions, cluster: Mapping[str, float]) -> None:

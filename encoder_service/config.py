@@ -23,6 +23,7 @@ from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
 from actors.options import (
     ActorOptions,
+    AutoscalingOptions,
     DeviceOptions,
     ModelOptions,
     Options,
@@ -150,9 +151,18 @@ ONGOING: dict[LlmEngine, int] = {"transformers": 4, "vllm": 256}
 """Default of llm.max_ongoing_requests."""
 
 
+class LlmAutoscalingOptions(AutoscalingOptions):
+    """The load is the requests that replicas have accepted or that wait for one."""
+
+    target_ongoing_requests: PositiveFloat | None = None
+    """Target for the mean requests per replica, as in Serve. None: half of
+    `llm.max_ongoing_requests`, so that replicas are added before requests have to wait."""
+
+
 class LlmOptions(DeviceOptions):
     """The language model's deployment. It scales independently of the encoders."""
 
+    autoscaling: LlmAutoscalingOptions | None = None
     engine: LlmEngine = "transformers"
     """`transformers` generates one completion at a time; `vllm` batches, and must be installed."""
     tensor_parallel_size: PositiveInt = 1
@@ -182,8 +192,22 @@ class LlmOptions(DeviceOptions):
         return self.max_ongoing_requests or ONGOING[self.engine]
 
     @property
+    def target_ongoing_requests(self) -> float:
+        given = self.autoscaling.target_ongoing_requests if self.autoscaling else None
+        return given or self.ongoing_requests / 2
+
+    @property
     def reserved_gpus(self) -> float:
         return self.num_gpus * self.tensor_parallel_size
+
+    @model_validator(mode="after")
+    def target_can_be_reached(self) -> Self:
+        if self.target_ongoing_requests > self.ongoing_requests:
+            raise ValueError(
+                f"autoscaling.target_ongoing_requests is {self.target_ongoing_requests:g}, more "
+                f"than the {self.ongoing_requests} of max_ongoing_requests: lower it"
+            )
+        return self
 
     @model_validator(mode="after")
     def options_belong_to_the_engine(self) -> Self:
@@ -240,17 +264,16 @@ section. The two limits left out size the gRPC server when it starts."""
 
 
 def resources(options: ServiceOptions, *, most: bool = False) -> dict[str, float]:
-    """The resources that all deployments request from Ray, with the minimum number of encoders or,
+    """The resources that all deployments request from Ray, with the minimum number of replicas or,
     with `most`, the maximum."""
-    devices: list[tuple[DeviceOptions, int]] = []
-    for one in (each.encoder for each in encoders(options).values()):
-        devices.append((one, one.most_replicas if most else one.least_replicas))
-    if llm := options.llm:
-        devices.append((llm, llm.replicas))
+    devices: list[DeviceOptions] = [one.encoder for one in encoders(options).values()]
+    if options.llm:
+        devices.append(options.llm)
     found: defaultdict[str, float] = defaultdict(float)
     for front in (options.router, options.ingress):
         found["CPU"] += front.replicas * front.num_cpus
-    for device, count in devices:
+    for device in devices:
+        count = device.most_replicas if most else device.least_replicas
         asked = {"GPU": device.reserved_gpus, "CPU": device.num_cpus, **device.resources}
         if device.accelerator_type:
             asked[f"accelerator_type:{device.accelerator_type}"] = 0.001  # as Ray does
@@ -328,8 +351,7 @@ def fitted(options: ServiceOptions, spec: ModelSpec) -> dict[str, tuple[ServiceO
 
 
 def check_scaling(options: ServiceOptions) -> None:
-    """Raises ConfigError if the ingresses admit too few patches for autoscaling to reach its
-    maximum."""
+    """Raises ConfigError if the ingresses admit too little for autoscaling to reach its maximum."""
     most = options.router.max_outstanding_patches
     for scaling in (one.encoder.autoscaling for one in encoders(options).values()):
         if scaling is None or scaling.target_seconds:
@@ -341,6 +363,15 @@ def check_scaling(options: ServiceOptions) -> None:
                 f"encoder.autoscaling reaches {scaling.max_replicas} replicas beyond {asked} "
                 f"outstanding patches, and the ingresses admit {admitted}: raise "
                 "router.max_outstanding_patches or the number of ingresses, or lower target_patches"
+            )
+    if (llm := options.llm) and llm.autoscaling:
+        admitted = options.ingress.max_ongoing_requests * options.ingress.replicas
+        wanted = llm.target_ongoing_requests * (llm.most_replicas - 1)
+        if admitted <= wanted:
+            raise ConfigError(
+                f"llm.autoscaling reaches {llm.most_replicas} replicas beyond {wanted:g} requests, "
+                f"and the ingresses admit {admitted}: raise ingress.max_ongoing_requests or the "
+                "number of ingresses, or lower target_ongoing_requests"
             )
 
 
@@ -413,12 +444,12 @@ def counted(options: ServiceOptions, application: Mapping[str, Any]) -> ServiceO
         if type(replicas) is not int or replicas < 1:
             raise ConfigError(
                 f"deployments: num_replicas of {name} is {replicas!r}: give a number from 1 on, "
-                "or set encoder.autoscaling"
+                "or set autoscaling of encoder or llm"
             )
         if getattr(section, "autoscaling", None):
             raise ConfigError(
-                f"encoder.autoscaling and num_replicas of the deployment {name} are both given: "
-                "keep one of them"
+                f"{SECTIONS.get(name, 'encoder')}.autoscaling and num_replicas of the deployment "
+                f"{name} are both given: keep one of them"
             )
         there[name] = section.model_copy(update={"replicas": replicas})
     pooled = tuple(there.pop(POOL + pool.name) for pool in options.encoder.pools)

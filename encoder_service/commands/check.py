@@ -449,14 +449,16 @@ def each(encoder: EncoderOptions) -> str:
     return said
 
 
-def count(encoder: EncoderOptions) -> str:
-    if scaling := encoder.autoscaling:
-        least, most = scaling.min_replicas, scaling.max_replicas
-        target = f"{scaling.target_patches} outstanding patches"
-        if scaling.target_seconds:
-            target = f"{scaling.target_seconds:g} s of work"
-        return f"{least} to {most}, for {target} each"
-    return f"{encoder.replicas}"
+def count(section: EncoderOptions | LlmOptions) -> str:
+    if section.autoscaling is None:
+        return f"{section.replicas}"
+    if isinstance(section, LlmOptions):
+        target = f"{section.target_ongoing_requests:g} ongoing requests"
+    elif section.autoscaling.target_seconds:
+        target = f"{section.autoscaling.target_seconds:g} s of work"
+    else:
+        target = f"{section.autoscaling.target_patches} outstanding patches"
+    return f"{section.least_replicas} to {section.most_replicas}, for {target} each"
 
 
 def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
@@ -466,7 +468,7 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     shown.add_row("weights", f"{weights}, {spec.dtype}")
     shown.add_row("context length", f"{spec.max_model_len} tokens (prompt and completion)")
     each = f"{llm.reserved_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
-    shown.add_row("language models", f"{llm.replicas}: {llm.engine}, {each}")
+    shown.add_row("language models", f"{count(llm)}: {llm.engine}, {each}")
     return shown
 
 

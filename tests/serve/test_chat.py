@@ -30,7 +30,7 @@ WAITING = 6
 def http(cluster: Cluster) -> Iterator[httpx.Client]:
     args = copy.deepcopy(ARGS)
     args["llm"] = {
-        "replicas": 1,
+        "autoscaling": {"max_replicas": 1},
         "num_gpus": 0,
         "num_cpus": 0.1,
         "device": "cpu",

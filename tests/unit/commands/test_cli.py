@@ -70,6 +70,9 @@ def test_check_shows_what_autoscaling_aims_at(
     scaling = "autoscaling: {max_replicas: 4, target_seconds: 0.5}, num_gpus: 0, device: cpu}"
     assert cli.main(["check", changed(tmp_path, COUNTED, scaling)]) == 0
     assert "1 to 4, for 0.5 s of work each: 0 GPU" in capsys.readouterr().out
+    llm = "llm: {autoscaling: {max_replicas: 4}, num_gpus: 0, device: cpu}\n      router: {"
+    assert cli.main(["check", changed(tmp_path, "router: {", llm)]) == 0
+    assert "1 to 4, for 2 ongoing requests each: transformers" in capsys.readouterr().out
 
 
 def test_check_shows_the_limits_of_the_models_kind_of_item(

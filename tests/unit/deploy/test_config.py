@@ -103,10 +103,17 @@ def test_what_needs_a_restart_is_no_user_config(name: str, user_config: str, tol
         counted(parse(options("llm: null")), {"deployments": [deployment]})
 
 
-def test_a_count_and_autoscaling_exclude_each_other() -> None:
-    application = {"deployments": [{"name": "Encoder", "num_replicas": 2}]}
-    with pytest.raises(ConfigError, match="keep one of them"):
-        counted(parse(options("encoder: {autoscaling: {max_replicas: 3}}")), application)
+@pytest.mark.parametrize(("name", "section"), [("Encoder", "encoder"), ("Chat", "llm")])
+def test_a_count_and_autoscaling_exclude_each_other(name: str, section: str) -> None:
+    application = {"deployments": [{"name": name, "num_replicas": 2}]}
+    with pytest.raises(ConfigError, match=rf"^{section}\.autoscaling and .* keep one of them"):
+        counted(parse(options(f"{section}: {{autoscaling: {{max_replicas: 3}}}}")), application)
+
+
+def test_resources_of_language_models_follow_autoscaling() -> None:
+    given = parse(options("llm: {engine: vllm, autoscaling: {min_replicas: 2, max_replicas: 5}}"))
+    assert resources(given)["GPU"] == 1 + 2
+    assert resources(given, most=True)["GPU"] == 1 + 5
 
 
 POOLS = """
@@ -257,6 +264,13 @@ def test_lists_and_digests_are_taken() -> None:
         ("encoder: {num_gpus: 2}", "encoder.num_gpus"),
         ("encoder: {replicas: 2, autoscaling: {max_replicas: 3}}", "keep one of them"),
         ("encoder: {autoscaling: {min_replicas: 3, max_replicas: 2}}", "min_replicas is more"),
+        ("llm: {replicas: 2, autoscaling: {max_replicas: 3}}", "^llm: replicas and auto"),
+        ("llm: {autoscaling: {min_replicas: 3, max_replicas: 2}}", "min_replicas is more"),
+        ("llm: {autoscaling: {max_replicas: 3, target_patches: 9}}", "no such key; .* target_ongo"),
+        (
+            "llm: {autoscaling: {max_replicas: 3, target_ongoing_requests: 5}}",
+            "is 5, more than the 4 of max_ongoing_requests: lower it",
+        ),
         ("encoder: {autoscaling: {}}", "encoder.autoscaling.max_replicas"),
         ("encoder: {autoscaling: {most: 3}}", "no such key; known are downscale_delay_seconds"),
         ("auth: {token_sha256: [abc]}", "auth.token_sha256.0"),

@@ -19,7 +19,7 @@ from actors.options import EncoderOptions
 from actors.rpc.server import END_SECONDS
 from encoder_service import app
 from encoder_service.app import check_resources, replicas
-from encoder_service.config import parse
+from encoder_service.config import check_scaling, parse
 
 
 @dataclass(frozen=True)
@@ -125,3 +125,30 @@ def test_a_target_in_seconds_takes_the_place_of_patches() -> None:
     assert policy(Now(1, reports)) == (4, {})
     with pytest.raises(ConfigError, match="target_patches and target_seconds are both given"):
         parse({"model": {"id": "m"}, "encoder": {"autoscaling": scaling | {"target_patches": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("section", "target"),
+    [
+        ({"engine": "vllm"}, 128),
+        ({"engine": "vllm", "max_ongoing_requests": 40}, 20),
+        ({"engine": "transformers"}, 2),
+        ({"autoscaling": {"max_replicas": 5, "target_ongoing_requests": 3}}, 3),
+    ],
+)
+def test_language_models_follow_ongoing_requests(section: dict[str, Any], target: float) -> None:
+    llm = {"autoscaling": {"min_replicas": 2, "max_replicas": 5}} | section
+    options = parse({"model": {"id": "m"}, "llm": llm})
+    assert options.llm
+    told = replicas(options.llm)["autoscaling_config"]
+    assert told.target_ongoing_requests == target
+    assert told.policy.is_default_policy_function()
+    assert (told.upscale_delay_s, told.downscale_delay_s) == (10, 600)
+
+
+def test_ingresses_must_admit_what_adds_language_models() -> None:
+    scaling = {"max_replicas": 9}
+    args = {"model": {"id": "m"}, "llm": {"engine": "vllm", "autoscaling": scaling}}
+    with pytest.raises(ConfigError, match=r"9 replicas beyond 1024 requests, .* admit 1000"):
+        check_scaling(parse(args))
+    check_scaling(parse(args | {"ingress": {"max_ongoing_requests": 1025}}))
