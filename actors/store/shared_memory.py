@@ -23,8 +23,11 @@ from actors.types import Bytes, Embedding, ReceivedBytes, RemoteBytes, SharedByt
 INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory takes as long
 MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
 READ_SECONDS, SLOW_BYTES_PER_SECOND = 10.0, 20e6
-"""Time limit of a read: READ_SECONDS, plus the time that a slow network takes for the object. Ray
-itself waits a minute for the node of a stopped process."""
+"""Time limit of a read: READ_SECONDS, plus the time that a slow network takes for the object and
+for those that this process waits for already, because Ray transfers them in turn. Ray itself waits
+a minute for the node of a stopped process."""
+_reading: dict[object, int] = {}
+"""Sizes of the reads in progress."""
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -66,7 +69,11 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
 async def arrays(data: SharedBytes) -> list[Bytes]:
     """All arrays of an object, as `read`. Ray takes a millisecond to open one."""
     reference: Any = data.object_ref
-    limit_seconds = READ_SECONDS + data.object_bytes / SLOW_BYTES_PER_SECOND
+    earlier_bytes = sum(tuple(_reading.values()))
+    limit_seconds = READ_SECONDS + (earlier_bytes + data.object_bytes) / SLOW_BYTES_PER_SECOND
+    reading = object()
+    # Not object_bytes, because the object's other arrays have reads of their own.
+    _reading[reading] = data.size_bytes
     try:
         async with asyncio.timeout(limit_seconds):
             found: list[Bytes | RemoteBytes] = await reference
@@ -78,6 +85,8 @@ async def arrays(data: SharedBytes) -> list[Bytes]:
         raise EmbeddingLost(
             "the replica that encoded the item ended before its embedding was read; try again"
         ) from error
+    finally:
+        del _reading[reading]
     there = [one for one in found if not isinstance(one, RemoteBytes)]
     if len(there) < len(found):
         raise TypeError("the item was asked for with `on_device`: read it with nixl.Receiver")

@@ -46,7 +46,8 @@ class Node:
 
 @contextmanager
 def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
-    """A cluster, with this process on its first node. `wanted`: CPUs and resources of each node."""
+    """A cluster, with this process on its first node. `wanted`: CPUs and resources of each node,
+    and its `object_store_memory` if that is not STORE_BYTES."""
     cluster = Cluster()
     ports = free_ports(len(wanted))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -55,7 +56,8 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
         # All nodes share one address. The first node's proxy takes the port of `http_options`.
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
         os.environ.update(ha_proxy(f"{os.environ['RAY_TMPDIR']}/{port}", most_files))
-        node = cluster.add_node(object_store_memory=STORE_BYTES, include_dashboard=False, **options)
+        options = {"object_store_memory": STORE_BYTES} | options
+        node = cluster.add_node(include_dashboard=False, **options)
         (raylet,) = node.all_processes["raylet"]
         again = partial(add, port, options)
         end = partial(cluster.remove_node, node, allow_graceful=False)

@@ -15,19 +15,23 @@ class Used:
     bytes: int
     objects: int
     spilled_bytes: int
+    """Written to disk since the start."""
+    overflow_bytes: int
+    """Part of `bytes` that had no room in memory, in files."""
 
 
-def used() -> Used:
-    """What is used now, on all nodes."""
+def used(node_id: str | None = None) -> Used:
+    """What is used now, on all nodes or on one."""
     found = [
         node_stats(node["NodeManagerAddress"], node["NodeManagerPort"], False).store_stats
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node_id in {None, node["NodeID"]}
     ]
     return Used(
         sum(stats.object_store_bytes_used for stats in found),
         sum(stats.num_local_objects for stats in found),
         sum(stats.spilled_bytes_total for stats in found),
+        sum(stats.object_store_bytes_fallback for stats in found),
     )
 
 

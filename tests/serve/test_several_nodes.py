@@ -20,11 +20,12 @@ RAY = {
     "RAY_worker_niceness": "0",
     "RAY_raylet_start_wait_time_s": "100",
 }
+PROGRAMS = ["two_nodes", "between_nodes", "three_nodes", "cut_off", "head_restart"]
 
 
 @pytest.mark.extended
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("program", ["two_nodes", "three_nodes", "cut_off", "head_restart"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_all_nodes_do_their_part(program: str) -> None:
     if program == "cut_off" and [name for _, name in socket.if_nameindex()] != ["lo"]:
         pytest.skip("it makes networks, which it may only in tests/loopback")
@@ -42,5 +43,6 @@ def test_all_nodes_do_their_part(program: str) -> None:
             timeout=890,
             check=False,
         )
+    print(found.stdout)
     assert "all nodes did their part" in found.stdout, found.stdout + found.stderr[-4000:]
     assert found.returncode == 0

@@ -108,6 +108,30 @@ def test_more_bytes_have_more_time_to_arrive(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
 
 
+def test_reads_have_more_time_while_others_are_in_progress(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray transfers what is read at once in turn."""
+    monkeypatch.setattr(shared_memory, "READ_SECONDS", 0.05)
+    monkeypatch.setattr(shared_memory, "SLOW_BYTES_PER_SECOND", 80)  # 0.1 s each
+    rows = np.zeros(8, np.uint8)
+
+    async def run() -> None:
+        link = asyncio.Lock()
+
+        async def arrive() -> list[Bytes]:
+            async with link:
+                await asyncio.sleep(0.06)
+            return [rows]
+
+        found = await asyncio.gather(*(read(SharedBytes(arrive(), 8)) for _ in range(8)))
+        assert all(one is rows for one in found)
+        with pytest.raises(EmbeddingLost, match="within 0 s"):  # those have ended
+            await read(SharedBytes(asyncio.Event().wait(), 8))
+
+    asyncio.run(run())
+
+
 def test_other_errors_stand_as_they_are() -> None:
     bad = InvalidMedia("bad")
 
