@@ -67,6 +67,10 @@ KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": s
 to the system at once, and faulting them in again takes longer than copying the rows that are
 sent. In processes that are not ours, client/transports.py sets the same."""
 
+REPORT_SECONDS = 1.0
+"""How often Serve's autoscaler gets the load. Ray 2.60 does not read the environment variables that
+its warning names instead."""
+
 UNBOUNDED = 100_000
 """Concurrent calls per encoder, in effect unlimited because the router limits load in patches."""
 
@@ -219,6 +223,7 @@ def replicas(section: EncoderOptions | LlmOptions) -> dict[str, Any]:
             min_replicas=scaling.min_replicas,
             max_replicas=scaling.max_replicas,
             look_back_period_s=scaling.look_back_seconds,
+            metrics_interval_s=min(REPORT_SECONDS, scaling.look_back_seconds / 2),
             upscale_delay_s=scaling.upscale_delay_seconds,
             downscale_delay_s=scaling.downscale_delay_seconds,
             **target,

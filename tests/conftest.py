@@ -15,7 +15,6 @@ os.environ.update(
     RAY_AUTH_TOKEN=token_hex(32),
     RAY_USAGE_STATS_ENABLED="0",
     RAY_DEDUP_LOGS="0",
-    RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S="0.5",
     RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
     RAY_raylet_start_wait_time_s="100",
     TORCHINDUCTOR_VEC_ISA_OK="1",  # else torch.compile first builds a program per instruction set

@@ -66,7 +66,7 @@ def test_serve_is_told_bounds_delays_and_policy() -> None:
     )
     told = replicas(options.encoder)["autoscaling_config"]
     assert isinstance(told, AutoscalingConfig)
-    assert (told.min_replicas, told.max_replicas) == (2, 5)
+    assert (told.min_replicas, told.max_replicas, told.metrics_interval_s) == (2, 5, 1)
     assert isinstance(told.policy.get_policy()(target=7), WorkPolicy)
     assert told.policy.policy_kwargs == {"target": 100_000}
     # Only the least must find room at once.
