@@ -218,7 +218,7 @@ class Dispatcher:
             self._pools = Pools({name: one.largest_item for name, one in reports.items()})
             self._told = {}
             work = {name: replica.work for name, replica in reports.items()}
-            self.ledger.report(work, self._costs)
+            self.ledger.report(work, self._costs.values())
             self._affinity.keep(reports)
         return reports
 

@@ -256,8 +256,9 @@ class Simulation:
         self._at(self._now + REPORT_PERIOD_SECONDS, self._report)
 
     def _hear(self, reports: dict[str, Work]) -> None:
+        costs = () if self.scenario.known == "patches" else self.costs.values()
         for ledger in self.ledgers:
-            ledger.report(reports)
+            ledger.report(reports, costs)
 
 
 def outstanding(queue: deque[SimulatedShard]) -> Work:

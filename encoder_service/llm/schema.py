@@ -42,7 +42,7 @@ MOST_TURNS, MOST_PARTS = 4096, 1024
 """Maximum messages per request and parts per message, because even empty ones take time."""
 MOST_STOP_CHARACTERS = 1000
 """Maximum length of a stop text, because the end of the text is compared with each prefix: up to
-3 ms per token with 16 such texts."""
+5 ms per token with 16 such texts."""
 MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
 MOST_STOP_TOKENS, MOST_BIASED = 100, 1024
 """vLLM ends if a request exceeds its own limits, which are 128 and 1024. It also counts the stop

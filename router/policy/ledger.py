@@ -9,7 +9,6 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import NamedTuple
 
 from actors.errors import Overloaded, TooLarge
@@ -41,7 +40,6 @@ form a queue in the replicas that a small request could not overtake. With 0.15 
 pauses."""
 UNMEASURED_SECONDS, UNMEASURED_ITEMS = 0.15, 32
 """The same, for replicas that have not measured what an item costs, as on the CPU."""
-NO_COSTS: Mapping[str, Cost | None] = MappingProxyType({})
 
 
 @dataclass(slots=True, eq=False)
@@ -152,7 +150,8 @@ class Ledger:
         self._excluded_until: dict[str, float] = {}
         self._throughput = Throughput()
         self._cost: Cost | None = None
-        """Of one of the replicas: what a large image costs relative to a small one."""
+        """Of the first replica that has measured it. It counts only how much more a large image
+        costs than a small one."""
         self._sent_patches = 0
         self._sent_items: defaultdict[str, int] = defaultdict(int)
         """Items of this router on each replica."""
@@ -265,12 +264,10 @@ class Ledger:
         self.outstanding = self.outstanding.without(reservation.work)
         self._throughput.did(reservation.work if done else Work(0), now)
 
-    def report(
-        self, reported: Mapping[str, Work], costs: Mapping[str, Cost | None] = NO_COSTS
-    ) -> None:
-        """Records the load that each replica reported, and what work costs there. Forgets idle
-        replicas that are gone."""
-        self._cost = next(filter(None, costs.values()), None)
+    def report(self, reported: Mapping[str, Work], costs: Iterable[Cost | None] = ()) -> None:
+        """Records the load that each replica reported, and what work costs on the replicas. Forgets
+        idle replicas that are gone."""
+        self._cost = next(filter(None, costs), None)
         for replica, work in reported.items():
             for account, amount in self._of(replica, work):
                 account.reported = amount

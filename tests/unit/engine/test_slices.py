@@ -93,7 +93,7 @@ def timed(slice_seconds: float) -> Recorded:
         (Step(300, 4000), 99, 2),  # not measured: as long as a full one
     ],
 )
-def test_a_step_with_its_slices_takes_at_most_so_much_longer_than_a_full_one(
+def test_a_step_with_its_slices_takes_a_limited_multiple_of_a_full_one(
     step: Step, waiting: int, slices: int
 ) -> None:
     assert STRETCH == 1.4

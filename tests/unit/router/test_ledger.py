@@ -91,7 +91,7 @@ def test_the_queue_is_limited_by_cost_whatever_was_encoded_before(before: int, t
     """Attention makes a patch of 15,376 three times as expensive as one of 400."""
     cost = Cost(0.001, 1.15e-6, 1.6e-10)
     book = Ledger(10**9, exclude_seconds=5, queue_seconds=20)
-    book.report({"a": Work(10**6)}, {"a": cost})
+    book.report({"a": Work(10**6)}, [cost])
     [oldest] = book.admit([image(0)], now=0)
     book.assign(oldest, "a")
     now = 0.0
