@@ -370,7 +370,8 @@ def test_a_server_is_started_with_the_connector_and_ended(module: Path, console:
 
 
 def test_a_server_ends_with_the_command(module: Path) -> None:
-    module.write_text("import os\nopen('PID', 'w').write(str(os.getpid()))\n" + SERVER)
+    # It never responds: the command would end by itself, as this server names no model.
+    module.write_text("import os, time\nopen('PID', 'w').write(str(os.getpid()))\ntime.sleep(60)")
     command = [sys.executable, "-m", "encoder_service.cli", "bench", "answers", "--model", "m"]
     bench = subprocess.Popen(command, cwd=module.parent)
     written, deadline = module.parent / "PID", time.monotonic() + 60
