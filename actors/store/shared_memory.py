@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -24,10 +24,18 @@ INLINE_BYTES = 2**20  # rows up to this size travel by value: shared memory take
 MOST_TOGETHER_BYTES = 64 * 2**20  # of one object, which stays as long as one embedding is held
 READ_SECONDS, SLOW_BYTES_PER_SECOND = 10.0, 20e6
 """Time limit of a read: READ_SECONDS, plus the time that a slow network takes for the object and
-for those that this process waits for already, because Ray transfers them in turn. Ray itself waits
-a minute for the node of a stopped process."""
-_reading: dict[object, int] = {}
-"""Sizes of the reads in progress."""
+for all others that this process waits for, because Ray transfers them in any order. Ray itself
+waits a minute for the node of a stopped process."""
+
+
+@dataclass(eq=False)
+class _Read:
+    size_bytes: int
+    most_bytes: int = 0
+    """Sum of the reads in progress, at its highest during this one."""
+
+
+_reading: set[_Read] = set()
 
 
 def share(data: Bytes) -> Bytes | SharedBytes:
@@ -68,25 +76,34 @@ async def read(data: Bytes | SharedBytes) -> Bytes:
 
 async def arrays(data: SharedBytes) -> list[Bytes]:
     """All arrays of an object, as `read`. Ray takes a millisecond to open one."""
-    reference: Any = data.object_ref
-    earlier_bytes = sum(tuple(_reading.values()))
-    limit_seconds = READ_SECONDS + (earlier_bytes + data.object_bytes) / SLOW_BYTES_PER_SECOND
-    reading = object()
     # Not object_bytes, because the object's other arrays have reads of their own.
-    _reading[reading] = data.size_bytes
+    this, others_bytes = _Read(data.size_bytes), data.object_bytes - data.size_bytes
+    _reading.add(this)
+    reading = tuple(_reading)
+    now_bytes = sum(one.size_bytes for one in reading)
+    for one in reading:
+        one.most_bytes = max(one.most_bytes, now_bytes)
+    reference: Any = data.object_ref
+    arriving: asyncio.Future[list[Bytes | RemoteBytes]] = asyncio.ensure_future(reference)
+    waited_seconds = limit_seconds = 0.0
     try:
-        async with asyncio.timeout(limit_seconds):
-            found: list[Bytes | RemoteBytes] = await reference
-    except TimeoutError as error:
-        raise EmbeddingLost(
-            f"the embedding could not be read from its node within {limit_seconds:.0f} s; try again"
-        ) from error
+        while not arriving.done():
+            limit_seconds = READ_SECONDS + (this.most_bytes + others_bytes) / SLOW_BYTES_PER_SECOND
+            if waited_seconds >= limit_seconds:
+                raise EmbeddingLost(
+                    "the embedding could not be read from its node within "
+                    f"{limit_seconds:.0f} s; try again"
+                )
+            await asyncio.wait([arriving], timeout=limit_seconds - waited_seconds)
+            waited_seconds = limit_seconds
+        found = arriving.result()
     except ObjectLostError as error:
         raise EmbeddingLost(
             "the replica that encoded the item ended before its embedding was read; try again"
         ) from error
     finally:
-        del _reading[reading]
+        arriving.cancel()
+        _reading.remove(this)
     there = [one for one in found if not isinstance(one, RemoteBytes)]
     if len(there) < len(found):
         raise TypeError("the item was asked for with `on_device`: read it with nixl.Receiver")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -108,23 +109,21 @@ def test_more_bytes_have_more_time_to_arrive(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("order", [range(8), reversed(range(8))], ids=["first", "last"])
 def test_reads_have_more_time_while_others_are_in_progress(
-    monkeypatch: pytest.MonkeyPatch,
+    order: Iterable[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray transfers what is read at once in turn."""
+    """Ray transfers what is read at once in any order."""
     monkeypatch.setattr(shared_memory, "READ_SECONDS", 0.05)
     monkeypatch.setattr(shared_memory, "SLOW_BYTES_PER_SECOND", 80)  # 0.1 s each
     rows = np.zeros(8, np.uint8)
 
     async def run() -> None:
-        link = asyncio.Lock()
-
-        async def arrive() -> list[Bytes]:
-            async with link:
-                await asyncio.sleep(0.06)
+        async def arrive(turn: int) -> list[Bytes]:
+            await asyncio.sleep(0.06 * (turn + 1))
             return [rows]
 
-        found = await asyncio.gather(*(read(SharedBytes(arrive(), 8)) for _ in range(8)))
+        found = await asyncio.gather(*(read(SharedBytes(arrive(turn), 8)) for turn in order))
         assert all(one is rows for one in found)
         with pytest.raises(EmbeddingLost, match="within 0 s"):  # those have ended
             await read(SharedBytes(asyncio.Event().wait(), 8))
