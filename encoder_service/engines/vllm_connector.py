@@ -22,9 +22,10 @@ import os
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
     ECConnectorMetadata,
@@ -39,7 +40,7 @@ from encoder_service.engines.vllm_rows import (
     RowLoader,
     RowsAt,
     RowSource,
-    check_cache,
+    check_multimodal,
     still_needed,
 )
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
@@ -60,6 +61,16 @@ METADATA = frozenset(
     ("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts", REFERENCE)
 )
 """Keys of an item that has neither rows nor pixels."""
+
+
+class RemoteOptions(BaseModel):
+    """`ec_connector_extra_config`, unless `place` is local."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    place: Literal["remote"] = "remote"
+    url: str = Field(pattern="^https?://")
+    ahead_bytes: int = Field(AHEAD_BYTES, gt=0)
 
 
 @dataclass
@@ -144,12 +155,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.check_version()
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')
-        url = vllm_config.ec_transfer_config.get_from_extra_config("url", None)
-        if not str(url).startswith(("http://", "https://")):
-            raise ValueError(
-                f"ec_connector_extra_config.url is {url!r}: it must be the encoder service's URL"
-            )
-        check_cache(vllm_config)
+        options = remote_options(vllm_config.ec_transfer_config.ec_connector_extra_config)
+        check_multimodal(vllm_config)
         self.fetches: dict[str, PendingFetch] = {}
         self.failed: dict[str, set[str]] = {}
         """Names of the embeddings that failed, by the request's id."""
@@ -169,8 +176,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         """Whether vLLM's encoder cache was emptied, so that `cached` is wrong after this step."""
         self.again_until: float | None = None
         """When this step stops waiting for rows that are fetched again."""
-        extra = vllm_config.ec_transfer_config
-        self.ahead_bytes = extra.get_from_extra_config("ahead_bytes", AHEAD_BYTES)
+        self.ahead_bytes = options.ahead_bytes
         hidden = vllm_config.model_config.get_inputs_embeds_size()
         self.row_bytes = 2 * 4 * hidden
         """Bytes per row. Until one has been fetched: bfloat16 with three deepstack features."""
@@ -188,7 +194,8 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             from encoder_service.client import Client  # not needed by place "local"
 
             parallel = vllm_config.parallel_config
-            self.client = Client(url, os.environ.get("ENCODER_SERVICE_TOKEN"), TIMEOUT_SECONDS)
+            token = os.environ.get("ENCODER_SERVICE_TOKEN")
+            self.client = Client(options.url, token, TIMEOUT_SECONDS)
             self.source = RowSource(
                 self.client,
                 self.check,
@@ -486,6 +493,19 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self, encoder_cache: dict[str, torch.Tensor], mm_hash: str, **kwargs: Any
     ) -> None:
         """Does nothing, because the service stores no embeddings but its own."""
+
+
+def remote_options(extra: dict[str, Any]) -> RemoteOptions:
+    """Raises ValueError, which names every wrong key."""
+    try:
+        return RemoteOptions.model_validate(extra)
+    except ValidationError as error:
+        problems = [f"{one['loc'][0]}: {one['msg']}" for one in error.errors()]
+        raise ValueError(
+            f"ec_connector_extra_config: {'; '.join(problems)}. Its keys are url (of the encoder "
+            'service, http:// or https://), ahead_bytes (at least 1) and place ("remote"); '
+            'with "place": "local" it has others: see docs/engines.md'
+        ) from None
 
 
 def reference_of(feature: Any) -> str:

@@ -42,7 +42,7 @@ from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
-from encoder_service.engines.vllm_rows import check_cache, still_needed
+from encoder_service.engines.vllm_rows import check_multimodal, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
@@ -414,7 +414,7 @@ def check(vllm_config: Any) -> None:
             f"place is local, which is for one GPU, not {parallel.world_size_across_dp}: use "
             "tensor, pipeline and data parallel sizes of 1, or an encoder service (url)"
         )
-    check_cache(vllm_config)
+    check_multimodal(vllm_config)
 
 
 def open_encoder(vllm_config: Any) -> LocalEncoder:

@@ -179,7 +179,7 @@ class RowSource:
             raise ValueError(
                 "this is vLLM's own name for an item without rows and without an id: send the part "
                 "as Embedding.to_vllm() makes it, and neither mm_processor_kwargs nor "
-                "media_io_kwargs"
+                "media_io_kwargs, also not vLLM's own --media-io-kwargs"
             )
         replica, key = name.split(".")[:2]
         for _ in range(2):  # the connection may have been lost since its last use
@@ -419,13 +419,24 @@ def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
     }
 
 
-def check_cache(vllm_config: Any) -> None:
-    """Raises ValueError for a cache of processed images with which the connector cannot work."""
-    multimodal = vllm_config.model_config.multimodal_config
-    if multimodal is not None and multimodal.mm_processor_cache_type == "shm":
+def check_multimodal(vllm_config: Any) -> None:
+    """Raises ValueError for vLLM's settings of images with which the connector cannot work."""
+    model = vllm_config.model_config
+    multimodal = model.multimodal_config
+    if multimodal is None:
+        return
+    if multimodal.mm_processor_cache_type == "shm":
         raise ValueError(
             "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
             "use lru"
+        )
+    vision = getattr(model.hf_config, "vision_config", None)
+    tower = any(map(multimodal.get_limit_per_prompt, ("image", "video")))
+    if getattr(vision, "deepstack_visual_indexes", None) and not tower:
+        raise ValueError(
+            "--limit-mm-per-prompt is 0 for images and videos (or --language-model-only is set), "
+            "so that vLLM drops this model's deepstack features with its tower, and would exit on "
+            'the first embedding: use --limit-mm-per-prompt \'{"image": 8, "video": 1}\''
         )
 
 

@@ -87,14 +87,30 @@ def config(
     workers: int = 1,
     rank: int = 0,
     ahead_bytes: int = 2**20,
+    deepstack: tuple[int, ...] = (),
+    limit: int = 0,
+    **others: Any,
 ) -> Any:
+    """`limit`: of videos in a prompt; images have none. `others`: keys of the connector."""
     extra: dict[str, Any] = {"ahead_bytes": ahead_bytes} | ({} if url is None else {"url": url})
-    transfer = SimpleNamespace(is_ec_producer=producer, get_from_extra_config=extra.get)
+    extra |= others
+    transfer = SimpleNamespace(
+        is_ec_producer=producer,
+        ec_connector_extra_config=extra,
+        get_from_extra_config=extra.get,
+    )
+    multimodal = SimpleNamespace(
+        mm_processor_cache_type=cache,
+        mm_processor_kwargs=None,
+        get_limit_per_prompt={"image": 0, "video": limit}.__getitem__,
+    )
+    vision = SimpleNamespace(deepstack_visual_indexes=deepstack)
     parallel = SimpleNamespace(world_size=workers, pipeline_parallel_size=1, rank=rank)
     model = SimpleNamespace(
         dtype=torch.bfloat16,
         get_inputs_embeds_size=lambda: hidden,
-        multimodal_config=SimpleNamespace(mm_processor_cache_type=cache, mm_processor_kwargs=None),
+        multimodal_config=multimodal,
+        hf_config=SimpleNamespace(vision_config=vision),
     )
     return SimpleNamespace(
         ec_transfer_config=transfer, model_config=model, parallel_config=parallel

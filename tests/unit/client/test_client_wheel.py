@@ -11,7 +11,7 @@ from typing import Any
 from tests.unit.deploy.test_layers import LAYERS, ROOT, file_of, imported
 
 FOLDER = ROOT / "packages" / "client"
-OPTIONAL = {"torch", "cuda", "pyarrow", "vllm", "prometheus_client"}
+OPTIONAL = {"torch", "cuda", "pyarrow", "vllm", "prometheus_client", "pydantic"}
 """Imported where they are needed, by whoever has them."""
 MODULES = {
     "PIL": "pillow",

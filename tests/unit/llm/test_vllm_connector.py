@@ -661,17 +661,28 @@ def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("options", "message"),
     [
-        ((None,), "url is None"),
-        (("grpc://a:1",), "url is 'grpc"),
-        (("http://a", True), "consumer"),
-        (("http://a", False, HIDDEN, "shm"), "mm_processor_cache_type is shm"),
+        ({"url": None}, "url: Field required"),
+        ({"url": "grpc://a:1"}, "url: String should match"),
+        ({"ahead_bytes": 0}, "ahead_bytes: .* greater than 0"),
+        ({"ahead_byte": 1}, "ahead_byte: Extra inputs are not permitted. Its keys are url"),
+        ({"place": "locall"}, "place: Input should be 'remote'"),
+        ({"producer": True}, "consumer"),
+        ({"cache": "shm"}, "mm_processor_cache_type is shm"),
+        ({"deepstack": (5, 11, 17)}, "--limit-mm-per-prompt is 0 .*deepstack"),
     ],
 )
-def test_what_it_cannot_be(connector_module: ModuleType, arguments: Any, message: str) -> None:
+def test_what_it_cannot_be(
+    connector_module: ModuleType, options: dict[str, Any], message: str
+) -> None:
+    made = config(**{"url": "http://a"} | options)
     with pytest.raises(ValueError, match=message):
-        connector_module.EncoderServiceConnector(config(*arguments), ECConnectorRole.SCHEDULER)
+        connector_module.EncoderServiceConnector(made, ECConnectorRole.SCHEDULER)
+
+
+def test_deepstack_features_need_the_tower(halves: Halves) -> None:
+    assert all(halves(deepstack=(5, 11, 17), limit=1, place="remote"))
 
 
 # Places: where rows are read past the front door
