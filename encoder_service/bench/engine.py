@@ -176,9 +176,9 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
         found = (f"{each.mode} {each.median_ms:.2f} ms" for each in workloads[-1].figures)
         console.print(f"{model}: {workload.name}: {', '.join(found)}")
         if workload.name in settings.profiled:
-            mode, call = list(calls.items())[-1]
-            console.print(f"{model}: {workload.name}, {mode}, {PROFILED_CALLS} calls:")
-            console.out(kernels(call, device), highlight=False)
+            for mode, call in calls.items():
+                console.print(f"{model}: {workload.name}, {mode}, {PROFILED_CALLS} calls:")
+                console.out(kernels(call, device), highlight=False)
     every = [bench.every_budget()] if settings.every_budget else []
     return ModelReport(model, bench.truth.name, workloads, every)
 

@@ -225,7 +225,7 @@ def add_engine(kinds: Any) -> None:
         action="extend",
         default=[],
         metavar="WORKLOAD",
-        help="list the kernels of these workloads in the last mode",
+        help="list the kernels of these workloads in each mode",
     )
     add_json(parser)
     add_plot(parser)
