@@ -153,9 +153,13 @@ class Service:
             if options.encoding == "float" and not options.reference:
                 found = await offload(size_bytes, finite, found)
         answers, documents = iter(found), []
-        for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
-            answer = next(answers) if isinstance(one, Media) else one
-            documents.append(self._item(index, item, one, answer, options, exchange))
+        try:
+            for index, (item, one) in enumerate(zip(items, admitted, strict=True)):
+                answer = next(answers) if isinstance(one, Media) else one
+                documents.append(self._item(index, item, one, answer, options, exchange))
+        except AtItem:
+            await self._release_all(found)  # nobody gets these ids
+            raise
         return document(self.spec, documents, found, time.perf_counter() - started)
 
     async def stream(
@@ -221,6 +225,12 @@ class Service:
     async def release(self, reference: str) -> None:
         deadline = Deadline(self.fetch_seconds, "try again, or let the id expire")
         await deadline.keep(self.backend.release(reference))
+
+    async def _release_all(self, answers: Sequence[Answer]) -> None:
+        """Releases the ids among the answers. Errors are ignored: what is not released expires."""
+        references = [one.reference for one in answers if isinstance(one, Embedding)]
+        work = (self.backend.release(one) for one in references if one)
+        await asyncio.gather(*work, return_exceptions=True)
 
     async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""

@@ -197,6 +197,7 @@ def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
         "tokens_per_item": {"smallest_budget": smallest, "largest": largest},
         "processor_kwargs": kwargs_card(options, spec, holds),
         "preprocess": {"prune": options.preprocess.prune},
+        "references": options.lasting_references.model_dump(include={"ttl_seconds", "max_bytes"}),
         "graphs": {
             "mode": options.graphs.mode,
             "blocks": options.block_form(fast=spec.fast_blocks),

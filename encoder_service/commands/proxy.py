@@ -20,7 +20,7 @@ from actors.errors import ConfigError
 from encoder_service.client import AsyncClient
 from encoder_service.commands import above_zero, add_command
 from encoder_service.config import AuthOptions, LimitOptions
-from encoder_service.engines.openai_proxy import Proxy
+from encoder_service.engines.openai_proxy import UPSTREAM_TIMEOUT_SECONDS, Proxy
 
 BACKLOG = 2048
 
@@ -36,6 +36,13 @@ def add(subcommands: Any) -> None:
         "--upstream", required=True, metavar="URL", help="base URL of vLLM, without /v1"
     )
     add_server(parser, port=8100)
+    parser.add_argument(
+        "--by-id",
+        action="store_true",
+        help="send vLLM ids instead of rows. vLLM needs the connector of "
+        "encoder_service.engines.vllm_connector, with the URL of the same encoder service, whose "
+        f"references.ttl_seconds must be at least {UPSTREAM_TIMEOUT_SECONDS}",
+    )
     parser.add_argument(
         "--token-sha256",
         action="append",
@@ -81,9 +88,11 @@ def run(options: argparse.Namespace, console: Console) -> int:
             "--token-sha256 is not the hexadecimal SHA-256 of a token: printf %s TOKEN | sha256sum"
         ) from None
     limits = LimitOptions(timeout_seconds=options.timeout)
-    asyncio.run(
-        serve(options, lambda encoder: Proxy(options.upstream, limits, auth, encoder).app())
-    )
+
+    def application(encoder: AsyncClient) -> Starlette:
+        return Proxy(options.upstream, limits, auth, encoder, by_id=options.by_id).app()
+
+    asyncio.run(serve(options, application))
     return 0
 
 

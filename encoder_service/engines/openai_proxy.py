@@ -2,7 +2,8 @@
 
 Everything else passes unchanged. Clients use OpenAI's API, and their key is forwarded to vLLM. If
 the proxy has keys of its own, it checks a request's key before anything is encoded. vLLM can then
-run without its vision tower (docs/engines.md).
+run without its vision tower (docs/engines.md). By id, only the names of the embeddings pass, and
+vLLM's EC connector fetches the rows.
 
 Images in data URLs are decoded here. https URLs go to the encoder service, which decides what it
 fetches. Other URLs are rejected, and so are embeddings that a client made itself.
@@ -12,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -31,8 +33,11 @@ from encoder_service.api.upload import read_body
 from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.client.items import ProcessorOptions
 from encoder_service.config import AuthOptions, LimitOptions
+from encoder_service.engines.vllm import GRIDS
 from encoder_service.intake.limits import Buffered, Take
 from encoder_service.wire.formats import WireError, check_json, from_base64, read_json
+
+log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -47,6 +52,9 @@ HOP_BY_HOP = frozenset(
     )
 )  # fmt: skip
 """Headers of a single connection (RFC 9110 section 7.6.1), and those that httpx sets itself."""
+RENAMING = ("mm_processor_kwargs", "media_io_kwargs")
+"""Keys of a request for which vLLM would replace the ids of embeddings by hashes. They have no
+effect on embeddings."""
 READY_MADE = ("image_pil", "kwargs_data")
 """Keys besides ..._embeds that hold tensors. kwargs_data belongs to /inference/v1/generate."""
 MOST_VALUES = 2**20
@@ -68,11 +76,11 @@ class ChatImage:
 
 
 class Relayed(StreamingResponse):
-    """vLLM's response, streamed. The connection is closed even if the client hangs up first."""
+    """vLLM's response, streamed. What it needs is closed even if the client hangs up first."""
 
-    def __init__(self, answer: httpx.Response) -> None:
+    def __init__(self, answer: httpx.Response, needed: AsyncExitStack) -> None:
         super().__init__(answer.aiter_raw(), answer.status_code)
-        self.answer = answer
+        self.needed = needed
         self.raw_headers = [
             (name.lower(), value)
             for name, value in answer.headers.raw
@@ -83,22 +91,33 @@ class Relayed(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.answer.aclose()
+            await self.needed.aclose()
 
 
 class Proxy:
     """One encoder service, one vLLM server, and the connections to both."""
 
     def __init__(
-        self, upstream: str, limits: LimitOptions, auth: AuthOptions, encoder: AsyncClient
+        self,
+        upstream: str,
+        limits: LimitOptions,
+        auth: AuthOptions,
+        encoder: AsyncClient,
+        *,
+        by_id: bool = False,
     ) -> None:
         """`upstream`: URL of the vLLM server, without /v1.
 
         limits.timeout_seconds applies to receiving a body, and again to encoding its images.
         `auth`: keys of clients, empty if none is needed. The clients' header is forwarded to vLLM
         in any case.
+        `by_id`: vLLM gets the ids of embeddings, whose rows its EC connector fetches.
         """
         self.upstream = upstream
+        self.by_id = by_id
+        self.checked = False
+        """Whether the encoder service is known to keep embeddings that vLLM can take by id."""
+        self.releasing: set[asyncio.Task[None]] = set()
         self.limits = limits
         self.encoder = encoder
         self.tokens = Tokens(auth)
@@ -116,21 +135,24 @@ class Proxy:
         try:
             if request.method != "OPTIONS":  # browsers send no key with it, and vLLM asks for none
                 self.tokens.authorize(*request.headers.getlist("authorization"))
-            with self.buffered.hold() as take:
-                body = await read_body(request, self.limits, take)
-                if request.method == "POST" and request.scope["path"] == CHAT_PATH:
-                    body = await self.with_embeddings(body, take)
-                else:
-                    await asyncio.to_thread(check_other, body)
-                return Relayed(await unless_gone(request, self.send(request, body)))
+            async with AsyncExitStack() as needed:
+                with self.buffered.hold() as take:
+                    body = await read_body(request, self.limits, take)
+                    if request.method == "POST" and request.scope["path"] == CHAT_PATH:
+                        body = await self.with_embeddings(body, take, needed)
+                    else:
+                        await asyncio.to_thread(check_other, body)
+                    answer = await unless_gone(request, self.send(request, body))
+                needed.push_async_callback(answer.aclose)
+                return Relayed(answer, needed.pop_all())
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as problem:
             return refusal(problem, request_id_of(request.headers.get("x-request-id")))
 
-    async def with_embeddings(self, body: bytes, take: Take) -> bytes:
+    async def with_embeddings(self, body: bytes, take: Take, needed: AsyncExitStack) -> bytes:
         """The request's body with embeddings in place of images; unchanged if it has no images.
-        `take` counts their rows."""
+        `take` counts their rows. When `needed` is closed, their ids are released."""
         try:
             document = await asyncio.to_thread(read_json, body, MOST_VALUES)
         except WireError as error:
@@ -142,20 +164,61 @@ class Proxy:
         most = self.limits.max_items
         if len(found) > most:
             raise TooLarge(f"{len(found)} images in one request: at most {most}")
+        if self.by_id:
+            await self.check_by_id()
         try:
             sources = [one.source for one in found]
-            embeddings = await self.encoder.encode(sources, **asked_of(document))
+            embeddings = await self.encoder.encode(
+                sources, reference=self.by_id, **asked_of(document)
+            )
         except ServiceError as problem:
             if problem.item is not None:
                 problem.message = f"{found[problem.item].where}: {problem.message}"
             raise
-        take(sum(len(one.data) for one in embeddings))
+        if self.by_id:
+            needed.callback(self.release, [one.reference for one in embeddings])
+        take(sum(len(one.data) for one in embeddings))  # none by id
 
         def written() -> bytes:
             replace_images(found, embeddings)
+            if self.by_id:
+                for key in RENAMING:
+                    document.pop(key, None)
             return json.dumps(document).encode()
 
         return await asyncio.to_thread(written)
+
+    async def check_by_id(self) -> None:
+        """Asks the encoder service once. Raises InvalidRequest if vLLM cannot take its family's
+        embeddings by id, Unavailable if they could expire while a request waits in vLLM."""
+        if self.checked:
+            return
+        card = await self.encoder.model()
+        family, seconds = card["family"], card["references"]["ttl_seconds"]
+        if family not in GRIDS:
+            raise InvalidRequest(
+                f"vLLM takes no ids of the family {family!r}, only of {', '.join(GRIDS)}: start "
+                "this proxy without --by-id"
+            )
+        if seconds < UPSTREAM_TIMEOUT_SECONDS:
+            raise Unavailable(
+                f"references.ttl_seconds of the encoder service is {seconds:g}: set it to at least "
+                f"{UPSTREAM_TIMEOUT_SECONDS}, because requests with ids may wait that long in vLLM"
+            )
+        self.checked = True
+
+    def release(self, references: Sequence[str]) -> None:
+        """Lets the encoders forget embeddings. Does not wait for it."""
+        for one in references:
+            task = asyncio.create_task(self.released(one))
+            self.releasing.add(task)
+            task.add_done_callback(self.releasing.discard)
+
+    async def released(self, reference: str) -> None:
+        try:
+            await self.encoder.release(reference)
+        except ServiceError as error:
+            log.debug("an embedding was not released, and will expire: %s", error)
 
     async def send(self, request: Request, body: bytes) -> httpx.Response:
         """Returns vLLM's response before its body is read. Raises Unavailable, DeadlineExceeded."""
@@ -190,6 +253,7 @@ class Proxy:
         async def lifespan(app: Starlette) -> AsyncIterator[None]:
             yield
             await self.client.aclose()
+            await asyncio.gather(*self.releasing)
             await self.encoder.close()
 
         routes = [Route("/{path:path}", self.answer, methods=METHODS)]
@@ -290,13 +354,14 @@ def source_of(part: Json, where: str) -> bytes | str:
 
 
 def replace_images(found: list[ChatImage], embeddings: list[Embedding]) -> None:
-    """Puts embeddings where the images were. Raises EncodeFailed if vLLM cannot take one."""
+    """Puts embeddings where the images were. Raises EncodeFailed if vLLM cannot take one. The
+    client's names for them are kept, except where an id takes their place."""
     for one, embedding in zip(found, embeddings, strict=True):
         try:
             part = embedding.to_vllm()
         except ValueError as error:
             raise EncodeFailed(f"{one.where}: {error}") from None
-        one.content[one.index] = part if one.uuid is None else part | {"uuid": one.uuid}
+        one.content[one.index] = part if one.uuid is None else {"uuid": one.uuid} | part
 
 
 def check_other(body: bytes) -> None:

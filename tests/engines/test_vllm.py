@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
 from encoder_service.config import ServiceOptions
+from encoder_service.engines.openai_proxy import UPSTREAM_TIMEOUT_SECONDS
 from encoder_service.engines.vllm import CONNECTOR
 from tests.engines import checkpoint
 from tests.engines.servers import running, vllm
@@ -85,7 +86,10 @@ def engines(
             "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
-            "references": {"device_bytes": DEVICE_BYTES},
+            "references": {
+                "device_bytes": DEVICE_BYTES,
+                "ttl_seconds": UPSTREAM_TIMEOUT_SECONDS,  # for `proxy --by-id`
+            },
         }
     )
     with ExitStack() as stack:
@@ -341,17 +345,37 @@ def test_the_images_matter(engines: Engines) -> None:
     assert abs(max(one.likely[0].values()) - max(other.likely[0].values())) > 10 * TOLERANCE
 
 
-def test_the_proxy_gives_embeddings_for_images(engines: Engines) -> None:
+@contextmanager
+def proxy(engines: Engines, upstream: str, *options: str) -> Iterator[str]:
+    """URL of a proxy."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     command = [
         sys.executable, "-m", "encoder_service.cli", "proxy", "--port", str(port),
-        "--upstream", engines.language, "--encoder", engines.encoder,
+        "--upstream", upstream, "--encoder", engines.encoder, *options,
     ]  # fmt: skip
-    files = FILES["two images"]
     with running(command, f"{url}/health", Path(os.devnull)):
-        found = answer(url, [shown(file) for file in files])
+        yield url
+
+
+def test_the_proxy_gives_embeddings_for_images(engines: Engines) -> None:
+    files = FILES["two images"]
+    images = [shown(file) for file in files]
+    with proxy(engines, engines.language) as url:
+        found = answer(url, images)
     assert found == answer(engines.language, parts(engines.client.encode(files)))
+    before = metrics(engines.language).get("loaded_total", 0)
+    with proxy(engines, engines.language, "--by-id") as url:
+        assert answer(url, images) == found
+    assert metrics(engines.language)["loaded_total"] == before + len(images)
+
+
+def test_vllm_refuses_the_proxys_ids_without_the_connector(engines: Engines) -> None:
+    with proxy(engines, engines.whole, "--by-id") as url:
+        response = ask(url, [shown(file) for file in FILES["one image"]])
+        assert response.status_code == 400
+        assert "should contain the fields" in response.text
+        assert ask(url, []).is_success
 
 
 def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines) -> None:

@@ -18,13 +18,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from actors.families.registry import read
+from actors.options import ReferenceOptions
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build as build_service
 from encoder_service.client import AsyncClient
 from encoder_service.commands.proxy import server
-from encoder_service.config import AuthOptions, LimitOptions
+from encoder_service.config import AuthOptions, LimitOptions, ServiceOptions
 from encoder_service.engines.openai_proxy import Proxy
-from tests.unit.front_door import Fleet, service, zeros
+from encoder_service.service import Service
+from tests.unit.front_door import MODEL, Fleet, service, zeros
 
 WIDTH = 192
 
@@ -65,13 +68,16 @@ class Vllm:
                 await asyncio.sleep(0.01)
             self.ended.set()
         if body.get("stream"):
-            return StreamingResponse(self.pieces(), media_type="text/event-stream")
+            pieces = self.pieces(fails=body.get("model") == "failing")
+            return StreamingResponse(pieces, media_type="text/event-stream")
         return JSONResponse({"id": "1", "choices": []}, headers={"x-request-id": "abc"})
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def pieces(self, *, fails: bool) -> AsyncIterator[bytes]:
         try:
             yield b"data: 1\n\n"
             await self.go_on.wait()
+            if fails:
+                raise ConnectionError
             yield b"data: [DONE]\n\n"
         finally:
             self.ended.set()
@@ -139,17 +145,23 @@ def told(
     fleet: Fleet | None = None,
     upstream: str = "",
     digests: tuple[str, ...] = (),
+    by_id: bool = False,
+    ttl_seconds: float = 600,
     **limits: Any,
 ) -> None:
     """Runs a story with a client of the proxy and the server behind it."""
 
     async def run() -> None:
-        vllm, app = Vllm(), build_service(service(fleet or Distinct()))
+        references = ReferenceOptions(ttl_seconds=ttl_seconds)
+        options = ServiceOptions(model=MODEL, references=references)
+        encoders = Service(options, read(MODEL), fleet or Distinct())
+        vllm, app = Vllm(), build_service(encoders)
         async with AsyncExitStack() as stack:
             encoder = AsyncClient(await stack.enter_async_context(listening(app)), retries=0)
             behind = await stack.enter_async_context(listening(vllm.app()))
             auth = AuthOptions(token_sha256=digests)
-            proxy = Proxy(upstream or behind, LimitOptions(**limits), auth, encoder)
+            limit = LimitOptions(**limits)
+            proxy = Proxy(upstream or behind, limit, auth, encoder, by_id=by_id)
             front = await stack.enter_async_context(listening(proxy.app()))
             client = httpx.AsyncClient(base_url=front, timeout=60)
             await story(await stack.enter_async_context(client), vllm)
