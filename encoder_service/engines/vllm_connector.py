@@ -41,6 +41,7 @@ from encoder_service.engines.vllm_rows import (
     RowsAt,
     RowSource,
     check_multimodal,
+    is_reference,
     still_needed,
 )
 from encoder_service.engines.vllm_stats import LoadMetrics, LoadStats, Stopwatch
@@ -57,10 +58,6 @@ PAUSED_SECONDS = 5.0
 """A replica takes rows back from a reader that is silent for this long, or longer
 (rows/server.py)."""
 LOST = "its rows were lost, so that vLLM's caches may have others in their place: send it again"
-METADATA = frozenset(
-    ("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts", REFERENCE)
-)
-"""Keys of an item that has neither rows nor pixels."""
 
 
 class RemoteOptions(BaseModel):
@@ -287,10 +284,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         self.ahead += size_bytes
         return size_bytes
 
-    @staticmethod
-    def is_reference(feature: Any) -> bool:
-        """Whether an item has neither rows nor pixels: vLLM would exit if its rows were missing."""
-        return feature.data is not None and feature.data.keys() <= METADATA
+    is_reference = staticmethod(is_reference)
 
     def check(self, name: str, shape: tuple[int, int], model: str, deepstack: int) -> None:
         """Raises ValueError for rows that the language model cannot take."""

@@ -42,7 +42,7 @@ from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
-from encoder_service.engines.vllm_rows import check_multimodal, still_needed
+from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
@@ -308,6 +308,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
                 "place is local, but the worker is in another process: leave out "
                 "--distributed-executor-backend"
             )
+        self.failed: set[str] = set()
+        """Requests with ids of embeddings, which nobody can fetch here."""
 
     def shutdown(self) -> None:
         encoder, LocalConnector.encoder = LocalConnector.encoder, None
@@ -324,6 +326,9 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         for index, feature in enumerate(request.mm_features):
             if feature.identifier not in needed:
                 encoder.drop(feature.identifier, request.request_id)
+            elif is_reference(feature):
+                here = False
+                self.fail(request.request_id, feature.identifier)
             else:
                 here = encoder.need(request, index) and here
         if here and not needed.isdisjoint(encoder.items):
@@ -331,6 +336,23 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         else:
             encoder.ready.discard(request.request_id)
         return here
+
+    def fail(self, request_id: str, name: str) -> None:
+        if request_id in self.failed:
+            return
+        self.failed.add(request_id)
+        log.error(
+            "request %s fails: it has the id %s, and place local fetches none: send the image "
+            "itself, or start vLLM with the encoder service's url",
+            request_id,
+            name,
+        )
+        the(self.encoder).stats.count("failed")
+
+    def take_unavailable_requests(self) -> set[str]:
+        """Ids of failed requests, each returned once. vLLM (0.32) asks after each step."""
+        failed, self.failed = self.failed, set()
+        return failed
 
     def has_cache_item(self, identifier: str) -> bool:
         item = the(self.encoder).items.get(identifier)

@@ -32,6 +32,7 @@ from torch import Tensor
 from actors.rows.memory import BlockMemory, OpenedMemory, OpenedShared, open_memory
 from actors.rows.protocol import HeldRows, MemoryHandle, RowsPlace
 from actors.rows.reader import RowsReader
+from encoder_service.engines.vllm import REFERENCE
 
 if TYPE_CHECKING:
     from encoder_service.client import Client
@@ -57,6 +58,10 @@ RECEIVED = 0
 """Number of the memory into which bytes are received."""
 COLUMNS = 63
 MOST_WORKERS = 63
+METADATA = frozenset(
+    ("image_grid_thw", "video_grid_thw", "timestamps", "second_per_grid_ts", REFERENCE)
+)
+"""Keys of an item that has neither rows nor pixels."""
 UNKNOWN, OPEN, REFUSED = range(3)
 """States on the board: whether a worker has opened a memory."""
 
@@ -417,6 +422,11 @@ def still_needed(request: Any, num_computed_tokens: int) -> set[str]:
         for feature in request.mm_features
         if feature.mm_position.offset + feature.mm_position.length > num_computed_tokens
     }
+
+
+def is_reference(feature: Any) -> bool:
+    """Whether an item has neither rows nor pixels: vLLM would exit if its rows were missing."""
+    return feature.data is not None and feature.data.keys() <= METADATA
 
 
 def check_multimodal(vllm_config: Any) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from encoder_service.engines import vllm_connector
-from encoder_service.engines.vllm_connector import METADATA
+from encoder_service.engines.vllm_rows import METADATA
 
 ROWS = "image_embeds"
 

@@ -389,6 +389,14 @@ def test_a_reference_that_cannot_be_had_fails_its_request_alone(engines: Engines
     assert answer(engines.language, parts([kept])).text
 
 
+def test_with_our_engine_inside_an_id_fails_its_request_alone(engines: Engines) -> None:
+    """The engine fetches nothing, and vLLM's process would end."""
+    image = FILES["one image"]
+    kept = engines.client.encode(image, dtype="float32", reference=True)
+    assert ask(engines.local, parts(kept)).status_code == 500
+    assert answer(engines.local, [shown(image[0])]).text
+
+
 def test_an_id_that_vllm_replaces_fails_its_request_alone(engines: Engines) -> None:
     (kept,) = engines.client.encode(FILES["one image"], dtype="float32", reference=True)
     options = {"max_pixels": 1_000_000}

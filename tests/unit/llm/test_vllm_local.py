@@ -429,6 +429,20 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
     assert not stubbed.engine.submitted
 
 
+def test_an_id_fails_its_request_alone(stubbed: Stubbed, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM would exit on it."""
+    request = stubbed.images("a", "x.y", data=elements(image_grid_thw=torch.tensor([1, 4, 4])))
+    other = stubbed.images("b", "z")
+    for _ in range(2):
+        assert stubbed.step(request, other) == []
+    assert caplog.text.count("request a fails: it has the id x.y") == 1
+    assert stubbed.scheduler.take_unavailable_requests() == {"a"}
+    assert stubbed.scheduler.take_unavailable_requests() == set()
+    stubbed.submitted(1)
+    stubbed.answer(0)
+    assert stubbed.step(other) == [other]
+
+
 def test_rows_that_do_not_fit_the_device_leave_an_item_to_vllm(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
