@@ -39,11 +39,10 @@ PAGES = ("/healthz", "/readyz", "/v1/model", "/v1/status", "/metrics")
 
 
 @contextmanager
-def state_in_redis(folder: Path) -> Iterator[dict[str, Any]]:
-    """Options of a head node whose address stays the same when it is started again."""
-    redis_port, port = free_ports(2)
+def redis_server(folder: Path, port: int) -> Iterator[str]:
+    """Redis on this machine, which needs the password."""
     password = token_hex(32)
-    settings = f"bind 127.0.0.1\nport {redis_port}\nrequirepass {password}\ndir {folder}\n"
+    settings = f"bind 127.0.0.1\nport {port}\nrequirepass {password}\ndir {folder}\n"
     server = subprocess.Popen(
         ["redis-server", "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
     )
@@ -51,11 +50,19 @@ def state_in_redis(folder: Path) -> Iterator[dict[str, Any]]:
         assert server.stdin
         with server.stdin as file:
             file.write(settings)
-        os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{redis_port}"
-        yield {"redis_password": password, "gcs_server_port": port}
+        yield password
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def state_in_redis(folder: Path) -> Iterator[dict[str, Any]]:
+    """Options of a head node whose address stays the same when it is started again."""
+    redis_port, port = free_ports(2)
+    with redis_server(folder, redis_port) as password:
+        os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{redis_port}"
+        yield {"redis_password": password, "gcs_server_port": port}
 
 
 def main() -> None:

@@ -20,7 +20,15 @@ RAY = {
     "RAY_worker_niceness": "0",
     "RAY_raylet_start_wait_time_s": "100",
 }
-PROGRAMS = ["two_nodes", "between_nodes", "three_nodes", "cut_off", "head_restart"]
+PROGRAMS = [
+    "two_nodes",
+    "between_nodes",
+    "three_nodes",
+    "cut_off",
+    "head_restart",
+    "pools",
+    "cache_between_nodes",
+]
 
 
 @pytest.mark.extended

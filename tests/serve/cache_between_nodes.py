@@ -1,0 +1,160 @@
+"""An image that an encoder on one node has encoded is a hit for an encoder on another node, also
+after the first node is lost. Run by test_several_nodes.py.
+
+The shared cache is in a folder, then in Redis if that is installed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from shutil import which
+
+from ray import serve
+from redis import Redis, RedisError
+
+from encoder_service.bench.cluster import free_ports
+from encoder_service.bench.load import scrape
+from encoder_service.client import Client, Embedding
+from tests.chaos.faults import replicas
+from tests.images import jpeg
+from tests.serve.head_restart import redis_server
+from tests.serve.nodes import Node, node_of, nodes
+from tests.serve.stand_in import within
+from tests.serve.test_manifests import deploy
+from tests.serve.three_nodes import ready
+from tests.serve.tiny import GRPC_PORT
+from tests.serve.wide import wide
+
+READ_BEFORE, READ_AFTER = [jpeg(64, 64), jpeg(256, 256)], [jpeg(96, 96), jpeg(224, 256)]
+"""Read by the other node before and after the first one is lost. One of each has rows over a
+megabyte."""
+LATER = jpeg(128, 64)
+
+Entries = Callable[[], int]
+"""How many embeddings the store has."""
+
+
+def main() -> None:
+    # Ray declares a lost node dead after five checks: after 5 s instead of 15 s.
+    os.environ.update(RAY_health_check_period_ms="1000")
+    with (
+        tempfile.TemporaryDirectory() as name,
+        # A worker has room for one encoder. The head has none, and stays.
+        nodes({"num_cpus": 0}, {"num_cpus": 3}, {"num_cpus": 3}) as (_, first, second),
+    ):
+        folder = Path(name)
+        url, entries = in_folder(folder)
+        serve_with(folder, url, [first, second])
+        found = hits(first, second, entries)
+        within(60, lambda: ready(second) == 1)
+        first = first.again()
+        within(60, lambda: all(ready(one) == 2 for one in (first, second)))
+        # A replica that was started since finds them, too.
+        for image, one in found.items():
+            same(encode(first, image), one, "cache")
+        if which("redis-server"):
+            serve.delete("encoder")
+            with in_redis(folder) as (url, entries):
+                serve_with(folder, url, [first, second])
+                hits(first, second, entries)
+            started = time.monotonic()
+            assert encode(second, LATER).source == "graph"
+            assert encode(second, READ_BEFORE[0]).source == "graph"
+            print(f"two images after Redis ended: {time.monotonic() - started:.1f} s")
+        else:
+            print("no redis-server: only a folder was tried")
+    print("all nodes did their part")
+
+
+def in_folder(folder: Path) -> tuple[str, Entries]:
+    return f"file://{folder}/cache", lambda: len(list(folder.glob("cache/*/*")))
+
+
+@contextmanager
+def in_redis(folder: Path) -> Iterator[tuple[str, Entries]]:
+    (port,) = free_ports(1)
+    with redis_server(folder, port) as password:
+        url = f"redis://:{password}@127.0.0.1:{port}/0"
+        client = Redis.from_url(url)
+        within(10, lambda: listens(client))
+        yield url, lambda: int(client.dbsize())
+
+
+def listens(client: Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except RedisError:
+        return False
+
+
+def serve_with(folder: Path, url: str, found: list[Node]) -> None:
+    """Deploys an encoder on each node, without caches of their own."""
+    application = {
+        "name": "encoder",
+        "import_path": "encoder_service.app:build",
+        "args": {
+            "model": wide(folder).model_dump(),
+            "encoder": {
+                "num_gpus": 0,
+                "num_cpus": 2,
+                "device": "cpu",
+                "health_check_period_seconds": 1,
+                "drain_timeout_seconds": 2,
+            },
+            "graphs": {"token_budgets": [16, 64]},
+            "cache": {"shared": {"url": url}},
+            "router": {"num_cpus": 0.1},
+            "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
+        },
+        "deployments": [{"name": name, "num_replicas": 2} for name in ("Encoder", "Ingress")],
+    }
+    deploy({"applications": [application]})
+    within(60, lambda: all(ready(one) == 2 for one in found))
+    assert {node_of(one) for one in replicas("Encoder")} == {one.id for one in found}
+
+
+def encode(node: Node, image: bytes) -> Embedding:
+    """By the encoder of the node, because routers prefer it where no encoder is busy."""
+    with Client(node.http, retries=0) as client:
+        (found,) = client.encode([image], "float32")
+    return found
+
+
+def same(found: Embedding, other: Embedding, source: str) -> None:
+    assert found.source == source
+    assert (found.data, found.shape) == (other.data, other.shape)
+
+
+def shared_hits(node: Node) -> int:
+    """Of the node's encoder."""
+    (name,) = (one for one in replicas("Encoder") if node_of(one) == node.id)
+    own = {("replica", name.rpartition("#")[2]), ("deployment", "Encoder")}
+    found = scrape(node.http)
+    return int(found["encoder_shared_cache_hits_total", frozenset(own)])
+
+
+def hits(first: Node, second: Node, entries: Entries) -> dict[bytes, Embedding]:
+    """The first node encodes, the second finds. Then the first is killed."""
+    images = [*READ_BEFORE, *READ_AFTER]
+    known = {image: encode(first, image) for image in images}
+    assert {one.source for one in known.values()} == {"graph"}
+    within(10, lambda: entries() == len(images))
+    assert shared_hits(second) == 0
+    for count, image in enumerate(READ_BEFORE, 1):
+        same(encode(second, image), known[image], "cache")
+        assert shared_hits(second) == count
+    first.signal(signal.SIGKILL)
+    for image in READ_AFTER:
+        same(encode(second, image), known[image], "cache")
+    assert entries() == len(images)
+    return known
+
+
+if __name__ == "__main__":
+    main()
