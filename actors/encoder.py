@@ -21,6 +21,7 @@ from ray import serve
 
 from actors.autoscaling import OUTSTANDING_PAIRS, OUTSTANDING_PATCHES, OUTSTANDING_SECONDS
 from actors.errors import Unavailable
+from actors.models.precision import precision_on
 from actors.options import ActorOptions, refused, updated
 from actors.pipeline import Pipeline, open_pipeline
 from actors.rows.protocol import HeldRows
@@ -190,8 +191,12 @@ class Encoder:
         endpoint = await self.rpc.start(
             process.get_node_id(), ray.util.get_node_ip_address(), process.get_actor_name()
         )
-        said = {**self.about, "fingerprint": self.pipeline.writer.fingerprint}
         engine = self.pipeline.engine
+        said = {
+            **self.about,
+            "fingerprint": self.pipeline.writer.fingerprint,
+            "precision": precision_on(self.options.graphs, engine.device.device),
+        }
         if engine.cost:
             said |= {"device": engine.device.name, "cost": asdict(engine.cost)}
         return said | endpoint.metadata

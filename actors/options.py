@@ -192,23 +192,27 @@ class GraphOptions(Options):
     Both need CUDA and a 16-bit dtype. `reference`: plain torch, and the only form of conformers.
     `auto`: the first of these that is supported."""
 
-    precision: Literal["bf16", "fp8"] = "bf16"
+    precision: Literal["bf16", "fp8", "auto"] = "bf16"
     """`bf16`: everything in `model.dtype`. `fp8`: the linear layers listed in `precision_file` run
-    in FP8 (e4m3)."""
+    in FP8 (e4m3). `auto`: `fp8` on GPUs that have it, `bf16` on others and on the CPU."""
     precision_file: str = ""
-    """For `precision: fp8`, on each node: the file that `encoder-service calibrate` wrote."""
+    """For `precision: fp8` and `auto`, on each node that runs FP8: the file that `encoder-service
+    calibrate` wrote."""
 
     @model_validator(mode="after")
     def fp8_has_a_plan(self) -> Self:
-        if self.precision == "fp8" and not self.precision_file:
+        if self.precision == "bf16":
+            if self.precision_file:
+                raise ValueError("precision_file: only with precision: fp8 or auto")
+            return self
+        if not self.precision_file:
             raise ValueError(
-                "precision is fp8: set precision_file to what `encoder-service calibrate` wrote"
+                f"precision is {self.precision}: set precision_file to what `encoder-service "
+                "calibrate` wrote"
             )
-        if self.precision_file and self.precision != "fp8":
-            raise ValueError("precision_file: only with precision: fp8")
-        if self.precision == "fp8" and self.blocks == "compile":
+        if self.blocks == "compile":
             raise ValueError(
-                "precision is fp8, which blocks: compile does not have: set it to auto"
+                f"precision is {self.precision}, and blocks: compile has no FP8: set blocks to auto"
             )
         return self
 

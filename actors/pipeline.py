@@ -453,7 +453,7 @@ def open_pipeline(
     spec = engine.tower.spec
     shared = None
     if options.cache.shared:
-        weights = rows_digest(options.graphs, options.model)
+        weights = rows_digest(options.graphs, options.model, engine.device.device)
         shared = SharedCache(open_store(options.cache.shared), weights, series)
     lender = open_lender(engine.device, series)
     writer = RowWriter(spec, cache, memory, references.largest_bytes, replica, shared, lender)

@@ -41,7 +41,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     if options.encoder.gpu_memory_bytes:
         device.limit(options.encoder.gpu_memory_bytes)
     captured = options.graphs.mode != "off"
-    plan = read_plan(options.graphs, options.model)
+    plan = read_plan(options.graphs, options.model, device.device)
     try:
         tower = load(
             options.model,

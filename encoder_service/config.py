@@ -322,7 +322,7 @@ def fit(options: ServiceOptions, spec: ModelSpec) -> Capacity:
     """The capacity of one pack. Raises ConfigError for options that do not fit the model."""
     room = model_capacity(options.graphs, spec)
     options.block_form(fast=spec.fast_blocks)
-    if options.graphs.precision == "fp8":
+    if options.graphs.precision != "bf16":
         spec.check_fp8()
     if options.preprocess.prune != "off":
         spec.check_prune()

@@ -130,6 +130,7 @@ class RouterBackend:
         self.check_room = router.check_room
         self.release = router.release
         self.place = router.place
+        self.precisions = router.precisions
 
     async def encode(
         self, media: list[Media], dtype: Dtype, timeout_seconds: float, *, reference: bool = False
@@ -188,6 +189,7 @@ class RouterBackend:
             excluded={one.replica: one.excluded for one in status.replicas},
             failures=[Failure(**fields) for each in lists for fields in each],
             item_tokens=counts,
+            precisions=self.router.precisions(),
         )
 
 

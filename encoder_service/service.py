@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Protocol
 
@@ -73,6 +73,9 @@ class Backend(Protocol):
     async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""
 
+    def precisions(self) -> Mapping[str, str]:
+        """What each encoder runs in: `bf16` or `fp8`."""
+
     async def ready_replicas(self) -> int:
         """How many encoders accept work. Raises Unavailable if there is none."""
 
@@ -126,6 +129,15 @@ class Service:
         self.unsent.most_bytes = options.limits.max_unsent_bytes
         self.observer.configure(access=options.logging.access_log)
         self.card = model_card(options, self.spec)
+
+    def model(self) -> Document:
+        """The document of GET /v1/model. With `graphs.precision: auto`, its `precision` is that of
+        all encoders, `mixed`, or `auto` while none is ready."""
+        if self.card["graphs"]["precision"] != "auto":
+            return self.card
+        found = set(filter(None, self.backend.precisions().values()))
+        precision = "mixed" if len(found) > 1 else next(iter(found), "auto")
+        return self.card | {"graphs": self.card["graphs"] | {"precision": precision}}
 
     async def look(self) -> Document:
         glance = await self.backend.glance()

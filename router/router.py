@@ -164,6 +164,10 @@ class Router:
         """The pool of each replica that belongs to one."""
         return {name: one.pool for name, one in self._fleet.replicas().items() if one.pool}
 
+    def precisions(self) -> dict[str, str]:
+        """The precision of each replica."""
+        return {name: one.precision for name, one in self._fleet.replicas().items()}
+
     def metrics(self) -> str:
         ledger = self._dispatcher.ledger
         own = {name: ledger.own(name) for name in self._fleet.replicas()}

@@ -62,9 +62,13 @@ def rounded(x: Tensor, scale: float) -> Tensor:
 
 
 def has(qkv: Tensor) -> bool:
-    """Whether there is FP8 attention for this head size and this GPU. On the CPU it is emulated."""
-    ours = not qkv.is_cuda or torch.cuda.get_device_capability(qkv.device) == CAPABILITY
-    return ours and qkv.shape[3] in FEWEST_KEYS
+    """Whether there is FP8 attention for this head size and this device."""
+    return runs_on(qkv.device) and qkv.shape[3] in FEWEST_KEYS
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the device has FP8 attention. On the CPU it is emulated."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) == CAPABILITY
 
 
 def attended(qkv: Tensor, lengths: Sequence[int], out: Tensor) -> None:

@@ -110,15 +110,18 @@ def check_fp8(model: ModelSpec, device: torch.device, layers: Fp8Layers = NO_FP8
                 f"graphs.precision_file: the mean of {name} does not fit the model: write the file "
                 "again with `encoder-service calibrate`"
             )
-    if device.type != "cuda":
-        return
-    capability = torch.cuda.get_device_capability(device)
-    if capability < CAPABILITY:
+    if device.type == "cuda" and not has_fp8(device):
+        capability = torch.cuda.get_device_capability(device)
         raise ConfigError(
             "graphs.precision is fp8, which needs a GPU of compute capability "
             f"{'{}.{}'.format(*CAPABILITY)}; this one has {'{}.{}'.format(*capability)}: set it to "
-            "bf16"
+            "auto or bf16"
         )
+
+
+def has_fp8(device: torch.device) -> bool:
+    """Whether the device has FP8 tensor cores. The CPU only emulates them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 def tensors(options: ModelOptions, model: ModelSpec, device: torch.device) -> Mapping[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The plan for `graphs.precision: fp8`: which layers of one checkpoint run in FP8.
+"""The plan for `graphs.precision: fp8` and `auto`: which layers of one checkpoint run in FP8.
 
 `encoder-service calibrate` measures and writes it; a replica reads it when it starts.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
+from typing import Literal
 
 import torch
 from pydantic import Base64Bytes, Field, field_validator
 from torch import Tensor
 
 from actors.errors import ConfigError, ServiceError
+from actors.kernels import attention_fp8
+from actors.models.layers.block import ATTENTION
 from actors.models.layers.weights import Fp8Layers
-from actors.models.load import weights_digest
+from actors.models.load import has_fp8, weights_digest
 from actors.options import GraphOptions, ModelOptions, Options, validated
 from actors.spec.checkpoint import parse
 
@@ -81,14 +84,26 @@ class PrecisionPlan(Options):
         return digest.hexdigest()
 
 
-def rows_digest(graphs: GraphOptions, model: ModelOptions) -> str:
-    """Identifies what a model's rows depend on: its weights, and which layers run in FP8."""
-    plan = read_plan(graphs, model)
-    return f"{plan.weights} fp8 {plan.digest}" if plan else weights_digest(model)
+def precision_on(graphs: GraphOptions, device: torch.device) -> Literal["bf16", "fp8"]:
+    """What a replica on this device runs in."""
+    if graphs.precision == "auto":
+        return "fp8" if has_fp8(device) else "bf16"
+    return graphs.precision
+
+
+def rows_digest(graphs: GraphOptions, model: ModelOptions, device: torch.device) -> str:
+    """Identifies what a model's rows depend on: its weights, and which layers run in FP8 on this
+    device."""
+    plan = read_plan(graphs, model, device)
+    if plan is None:
+        return weights_digest(model)
+    attention = any(name.endswith(ATTENTION) for name in plan.fp8)
+    without = " attention in 16 bits" if attention and not attention_fp8.runs_on(device) else ""
+    return f"{plan.weights} fp8 {plan.digest}{without}"
 
 
 def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
-    """The plan, or None if everything runs in `model.dtype`. Raises ConfigError."""
+    """The plan, or None if everything runs in `model.dtype` on all devices. Raises ConfigError."""
     if graphs.precision == "bf16":
         return None
     path = Path(graphs.precision_file)
@@ -107,9 +122,12 @@ def parse_plan(graphs: GraphOptions) -> PrecisionPlan | None:
         ) from None
 
 
-def read_plan(graphs: GraphOptions, model: ModelOptions) -> PrecisionPlan | None:
-    """Like `parse_plan`, but also raises ConfigError for a plan of another checkpoint."""
-    plan = parse_plan(graphs)
+def read_plan(
+    graphs: GraphOptions, model: ModelOptions, device: torch.device
+) -> PrecisionPlan | None:
+    """The plan, or None if everything runs in `model.dtype` on this device, which then needs no
+    file. Like `parse_plan`, but also raises ConfigError for a plan of another checkpoint."""
+    plan = parse_plan(graphs) if precision_on(graphs, device) == "fp8" else None
     if plan and plan.weights != weights_digest(model):
         raise ConfigError(
             f"graphs.precision_file {graphs.precision_file} is for other weights, those of "

@@ -136,7 +136,7 @@ class ModelSpec:
         """Raises ConfigError if there are no FP8 kernels for the tower."""
         if not isinstance(self.sizing, BlockSizing) or not self.fast_blocks:
             raise ConfigError(
-                f"graphs.precision is fp8, which the family {self.family} does not have: only "
+                f"graphs.precision needs FP8, which the family {self.family} does not have: only "
                 "towers of one path for images of any size have it, except Gemma 4; set it to bf16"
             )
 

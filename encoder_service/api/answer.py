@@ -182,7 +182,8 @@ def milliseconds(seconds: float) -> float:
 
 
 def model_card(options: ServiceOptions, spec: ModelSpec) -> Document:
-    """The document of GET /v1/model. It does not change while the service runs."""
+    """The document of GET /v1/model, with the precision that is configured; see Service.model. It
+    does not change while the service runs."""
     holds = model_capacity(options.graphs, spec)
     smallest, largest = spec.sizing.token_range()
     return head(spec) | {

@@ -225,7 +225,7 @@ class EncoderCalls:
     async def GetModel(
         self, request: pb.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> pb.GetModelResponse:
-        return pb.GetModelResponse(json=json.dumps(self.service.card))
+        return pb.GetModelResponse(json=json.dumps(self.service.model()))
 
     async def send(
         self, document: Document, context: grpc.aio.ServicerContext, most_bytes: int

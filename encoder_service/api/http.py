@@ -172,7 +172,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
     async def model(request: Request) -> dict[str, Any]:
         """What is served: the model, its budgets, limits and versions."""
         service.authorize(*request.headers.getlist("authorization"))
-        return service.card
+        return service.model()
 
     @app.get("/v1/status", responses=schema.ERRORS)
     async def status(request: Request) -> dict[str, Any]:

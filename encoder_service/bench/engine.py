@@ -158,7 +158,7 @@ def run(model: str, device: Device, settings: Settings, console: Console) -> Mod
     fp8 = NO_FP8
     if settings.precision_file:
         graphs = GraphOptions(precision="fp8", precision_file=settings.precision_file)
-        if plan := read_plan(graphs, options):
+        if plan := read_plan(graphs, options, device.device):
             fp8 = plan.layers
             check_fp8(spec, device.device, fp8)
     bench = Bench(spec, tensors(options, spec, device.device), device, settings, fp8)

@@ -333,7 +333,10 @@ def missing(service: ServiceOptions) -> Iterator[str]:
             yield f"auth.token_sha256_file {tokens} is not on this machine; every ingress needs it"
     plan = service.graphs.precision_file
     if plan and not os.path.exists(plan):  # also if its folder may not be entered
-        yield f"graphs.precision_file {plan} is not on this machine; every encoder node needs it"
+        nodes = "every encoder node"
+        if service.graphs.precision == "auto":
+            nodes += " whose GPU has FP8"
+        yield f"graphs.precision_file {plan} is not on this machine; {nodes} needs it"
     elif found := parse_plan(service.graphs):
         check_fp8(read(service.model), torch.device("cpu"), found.layers)
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
@@ -380,8 +383,12 @@ def table(spec: ModelSpec, pools: Mapping[str, tuple[ServiceOptions, Capacity]])
             shown.add_row(
                 f"budgets, {path}", " ".join(map(str, budgets)) or "none (runs without graphs)"
             )
-        blocks, fp8 = one.block_form(fast=spec.fast_blocks), one.graphs.precision == "fp8"
-        shown.add_row("blocks", f"{blocks}, FP8" if fp8 else blocks)
+        fp8 = ""
+        if one.graphs.precision == "fp8":
+            fp8 = ", FP8"
+        elif one.graphs.precision == "auto" and one.encoder.device == "cuda":
+            fp8 = ", FP8 if the GPU has it"
+        shown.add_row("blocks", one.block_form(fast=spec.fast_blocks) + fp8)
         frames = f", {own.frames} video frames" if "video" in spec.kinds else ""
         shown.add_row("pack", f"up to {own.items} items{frames}")
         shown.add_row(

@@ -110,6 +110,8 @@ class Glance:
     failures: Sequence[Failure]
     item_tokens: Sequence[Mapping[str, int]] = ()
     """For each replica that answered: see ItemTokens.document."""
+    precisions: Mapping[str, str] = field(default_factory=dict)
+    """What each replica runs in: `bf16` or `fp8`."""
 
 
 class SingleFlight(Generic[Result]):
@@ -183,7 +185,10 @@ def status(card: Json, cache_max_bytes: int, glance: Glance, time: float) -> Jso
         "ready": bool(glance.excluded),
         "missing": glance.scrape.missing,
         "replicas": [
-            {"pool": glance.scrape.pools.get(name)}
+            {
+                "pool": glance.scrape.pools.get(name),
+                "precision": glance.precisions.get(name) or None,
+            }
             | replica(samples, name, excluded, name in answering)
             for name, excluded in sorted(glance.excluded.items())
         ],

@@ -98,6 +98,11 @@ class Replica:
         return str(self.metadata.get("pool", ""))
 
     @property
+    def precision(self) -> str:
+        """What its layers run in: `bf16` or `fp8`. Empty: a replica of another release."""
+        return str(self.metadata.get("precision", ""))
+
+    @property
     def largest_item(self) -> tuple[int, ...] | None:
         """Maximum tokens of an item on each path, because the item must fit one pack. None: other
         pools hold no more, and larger items run here without a graph."""

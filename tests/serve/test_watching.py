@@ -142,6 +142,7 @@ def test_the_status_document_counts_what_was_served(cluster: Cluster) -> None:
             time.sleep(0.2)
     assert seen["ready"] is True
     assert [one["answers"] for one in seen["replicas"]] == [True, True]
+    assert [one["precision"] for one in seen["replicas"]] == ["bf16", "bf16"]
     assert sum(seen["paths"]["default"]["hits"].values()) >= 1
     assert seen["request_seconds"]["count"] == sum(seen["requests"].values()) >= 2
     assert seen["items"]["graph"] == sum(one["items"] for one in seen["replicas"])

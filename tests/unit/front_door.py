@@ -38,6 +38,7 @@ class Fleet:
         self.cancelled = False
         self.glances = 0
         self.full: Overloaded | None = None
+        self.precision = {"e": "bf16"}
 
     def check_room(self) -> None:
         if self.full:
@@ -72,6 +73,9 @@ class Fleet:
 
     async def place(self, reference: str) -> RowsPlace:
         raise unknown(reference)
+
+    def precisions(self) -> dict[str, str]:
+        return self.precision
 
     async def ready_replicas(self) -> int:
         if self.error:

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 from actors.errors import ConfigError, DeadlineExceeded, InvalidOption, Overloaded, Unavailable
 from actors.families.registry import read
-from actors.options import PreprocessOptions, ReferenceOptions
+from actors.options import GraphOptions, PreprocessOptions, ReferenceOptions
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Media
 from encoder_service.api.http import build
@@ -39,6 +39,26 @@ from tests.unit.front_door import (
     service,
     zeros,
 )
+
+
+@pytest.mark.parametrize(
+    ("precisions", "shown"),
+    [
+        ({}, "auto"),  # none is ready
+        ({"a": "fp8", "b": "fp8"}, "fp8"),
+        ({"a": "bf16"}, "bf16"),
+        ({"a": "fp8", "b": "bf16", "c": ""}, "mixed"),
+    ],
+)
+def test_the_model_card_shows_the_precision_that_replicas_run_in(
+    precisions: dict[str, str], shown: str
+) -> None:
+    fleet = Fleet()
+    fleet.precision = precisions
+    graphs = GraphOptions(precision="auto", precision_file="plan.json")
+    options = ServiceOptions(model=MODEL, graphs=graphs)
+    http = TestClient(build(Service(options, read(MODEL), fleet)))
+    assert http.get("/v1/model").json()["graphs"]["precision"] == shown
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The kernels' own functions launch them, with everything that decides about a lau
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -19,6 +20,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+import actors
 from actors.families.deepseek_ocr.sam import FastSquareAttention, SquareAttention
 from actors.kernels.attention import HEAD_SIZES, LONG_PATCHES, SegmentAttention, TritonAttention
 
@@ -57,15 +59,16 @@ CHIPS = pytest.mark.parametrize("chip", SHARED_KIB, ids=lambda chip: "{}.{}".for
 
 
 @pytest.fixture
-def launched(
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Launched]:
-    """Makes launches compile for a chip; returns the list of what was compiled."""
+def launched(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Launched]:
+    """Makes launches compile for a chip; returns the list of what was compiled. With the parameter
+    `names`, nothing is compiled, and the list has the names of the kernels."""
     kernels: list[Any] = []
     run = JITFunction.run
+    names = getattr(request, "param", None) == "names"
 
-    def compiled(self: object, *args: object, grid: object, warmup: bool, **named: object) -> None:
-        kernels.append(run(self, *args, grid=grid, warmup=True, **named))
+    def compiled(self: Any, *args: object, grid: object, warmup: bool, **named: object) -> None:
+        kernel = self.__name__ if names else run(self, *args, grid=grid, warmup=True, **named)
+        kernels.append(kernel)
 
     def on(chip: Chip) -> list[Any]:
         number = 10 * chip[0] + chip[1]
@@ -113,6 +116,77 @@ def attend(size: int, patches: int, dtype: torch.dtype = torch.bfloat16) -> None
     attention(torch.empty(patches, 3, 16, size, dtype=dtype), values)
 
 
+def between_gemms(rows: int) -> None:
+    for width in (1152, 12800):  # a tower's, and the widest of a merger
+        x, by = bf16(rows, width), bf16(width)
+        norm(x, torch.empty(width), by, by, 1e-6, centred=True)
+    x = bf16(rows, 3200)  # the widest tower
+    shifted(x, torch.empty(3200), x)
+    table, taps = bf16(48**2, 3200), torch.empty(rows, 16)
+    add_positions_(x, table, taps.int(), taps)
+    half = torch.empty(rows, 36)
+    rotate_(bf16(rows, 3, 16, 72), half, half)
+    for activation in get_args(Activation):
+        activated(bf16(rows, 2 * 4096), activation)
+
+
+def quantise(rows: int) -> None:
+    scale = torch.empty(1)
+    for width in (1152, 4608):  # a tower's, and a merger's
+        x, by = bf16(rows, width), bf16(width)
+        norm(x, torch.empty(width), by, by, 1e-6, centred=True, scales=scale)
+    quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
+    for activation in get_args(Activation):
+        columns = torch.empty(2176) if activation in GATED else scale
+        activated(bf16(rows, 4352), activation, columns)
+
+
+def attend_in_squares(window: int) -> None:
+    side = max(window, 40)  # 14 does not divide it
+    FastSquareAttention(side, bf16(2, window, window, 64))(bf16(side**2, 3, 12, 64), {})
+
+
+def jit_functions() -> dict[str, set[str]]:
+    """The Triton kernels in actors/ and their helpers, with the names of what each calls."""
+    found: dict[str, set[str]] = {}
+    for path in Path(actors.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef) and any(map(is_jit, node.decorator_list)):
+                assert node.name not in found, f"two Triton functions have the name {node.name}"
+                calls = [one.func for one in ast.walk(node) if isinstance(one, ast.Call)]
+                found[node.name] = {last_name(call) for call in calls}
+    return found
+
+
+def is_jit(decorator: ast.expr) -> bool:
+    return last_name(decorator.func if isinstance(decorator, ast.Call) else decorator) == "jit"
+
+
+def last_name(path: ast.expr) -> str:
+    return ast.unparse(path).rpartition(".")[2]
+
+
+@pytest.mark.parametrize("launched", ["names"], indirect=True)
+def test_every_kernel_is_compiled_here(launched: Launched) -> None:
+    """By the tests below, which call the same functions, or as a helper of such a kernel."""
+    for chip in SHARED_KIB:
+        names = launched(chip)
+        attend(72, LONG_PATCHES)
+        between_gemms(400)
+        attend_in_squares(64)
+        if chip >= fp8.CAPABILITY:
+            quantise(400)
+    functions, reached = jit_functions(), set(names)
+    assert reached <= functions.keys()
+    waiting = list(reached)
+    while waiting:
+        helpers = functions[waiting.pop()] & functions.keys() - reached
+        reached |= helpers
+        waiting += helpers
+    missed = sorted(functions.keys() - reached)
+    assert not missed, f"no test of this file compiles {', '.join(missed)}"
+
+
 def test_attention_fits_into_an_a10(launched: Launched, tmp_path: Path) -> None:
     kernels = launched((8, 6))
     attend(72, LONG_PATCHES)
@@ -143,17 +217,7 @@ def test_what_runs_between_gemms_fits(
     chip: Chip, rows: int, launched: Launched, tmp_path: Path
 ) -> None:
     kernels = launched(chip)
-    for width in (1152, 12800):  # a tower's, and the widest of a merger
-        x, by = bf16(rows, width), bf16(width)
-        norm(x, torch.empty(width), by, by, 1e-6, centred=True)
-    x = bf16(rows, 3200)  # the widest tower
-    shifted(x, torch.empty(3200), x)
-    table, taps = bf16(48**2, 3200), torch.empty(rows, 16)
-    add_positions_(x, table, taps.int(), taps)
-    half = torch.empty(rows, 36)
-    rotate_(bf16(rows, 3, 16, 72), half, half)
-    for activation in get_args(Activation):
-        activated(bf16(rows, 2 * 4096), activation)
+    between_gemms(rows)
     assert len(kernels) == 11
     for kernel in kernels:
         check(kernel, chip, tmp_path)
@@ -163,14 +227,8 @@ def test_what_runs_between_gemms_fits(
 @pytest.mark.parametrize("rows", [400, 8192])
 @pytest.mark.parametrize("chip", [chip for chip in SHARED_KIB if chip >= fp8.CAPABILITY])
 def test_what_quantises_fits(chip: Chip, rows: int, launched: Launched, tmp_path: Path) -> None:
-    kernels, scale = launched(chip), torch.empty(1)
-    for width in (1152, 4608):  # a tower's, and a merger's
-        x, by = bf16(rows, width), bf16(width)
-        norm(x, torch.empty(width), by, by, 1e-6, centred=True, scales=scale)
-    quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
-    for activation in get_args(Activation):
-        columns = torch.empty(2176) if activation in GATED else scale
-        activated(bf16(rows, 4352), activation, columns)
+    kernels = launched(chip)
+    quantise(rows)
     assert len(kernels) == 9
     for kernel in kernels:
         check(kernel, chip, tmp_path)
@@ -183,8 +241,7 @@ def test_attention_in_squares_fits(
     chip: Chip, window: int, launched: Launched, tmp_path: Path
 ) -> None:
     kernels = launched(chip)
-    side = max(window, 40)  # 14 does not divide it
-    FastSquareAttention(side, bf16(2, window, window, 64))(bf16(side**2, 3, 12, 64), {})
+    attend_in_squares(window)
     assert len(kernels) == 2
     for kernel in kernels:
         check(kernel, chip, tmp_path)

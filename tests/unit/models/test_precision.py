@@ -23,13 +23,21 @@ from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from actors.models import load as towers
 from actors.models.layers.block import (
+    ATTENTION,
     Quantisable,
     ReferenceBlocks,
     computed_by,
 )
 from actors.models.layers.weights import Fp8Layers
 from actors.models.load import build, load, tensors
-from actors.models.precision import VERSION, LayerPlan, PrecisionPlan, read_plan, rows_digest
+from actors.models.precision import (
+    VERSION,
+    LayerPlan,
+    PrecisionPlan,
+    precision_on,
+    read_plan,
+    rows_digest,
+)
 from actors.options import GraphOptions, ModelOptions, validated
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
@@ -95,7 +103,7 @@ def test_calibrate_writes_what_the_service_reads(
     assert "blocks.3.mlp.linear_fc1" in said
     assert "With fewer than 6 images, others may have larger errors than these" in said
     graphs = GraphOptions(precision="fp8", precision_file=str(out))
-    plan = read_plan(graphs, TINY)
+    plan = read_plan(graphs, TINY, CPU)
     assert plan is not None
     assert f"{len(plan.fp8)} of 18 layers run in FP8" in said
     assert 0 < len(plan.fp8) < 18
@@ -218,10 +226,15 @@ def test_a_bound_that_no_layer_keeps(calibration: Calibration) -> None:
     ("given", "message"),
     [
         ({"precision": "fp8"}, "precision_file to what `encoder-service calibrate` wrote"),
-        ({"precision_file": "plan.json"}, "only with precision: fp8"),
+        ({"precision": "auto"}, "precision is auto: set precision_file to what"),
+        ({"precision_file": "plan.json"}, "only with precision: fp8 or auto"),
         (
             {"precision": "fp8", "precision_file": "plan.json", "blocks": "compile"},
-            "blocks: compile does not have",
+            "blocks: compile has no FP8",
+        ),
+        (
+            {"precision": "auto", "precision_file": "plan.json", "blocks": "compile"},
+            "blocks: compile has no FP8",
         ),
         ({"precision": "int8"}, "precision"),
     ],
@@ -246,7 +259,7 @@ def test_options_that_do_not_go_together(given: dict[str, str], message: str) ->
 )
 def test_a_plan_of_something_else(changes: dict[str, object], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        read_plan(written(tmp_path, **changes), TINY)
+        read_plan(written(tmp_path, **changes), TINY, CPU)
 
 
 @pytest.mark.parametrize("mean", ["", "!!!!!!!!", "AAA=", torch.full((256,), math.nan)])
@@ -310,7 +323,7 @@ def test_check_warns_of_a_plan_elsewhere_and_refuses_one_that_cannot_be_read(
 def test_a_plan_that_is_not_there(tmp_path: Path) -> None:
     graphs = GraphOptions(precision="fp8", precision_file=str(tmp_path / "none.json"))
     with pytest.raises(ConfigError, match="precision_file cannot be read"):
-        read_plan(graphs, TINY)
+        read_plan(graphs, TINY, CPU)
 
 
 def test_a_layer_that_the_model_does_not_have() -> None:
@@ -318,12 +331,13 @@ def test_a_layer_that_the_model_does_not_have() -> None:
         load(TINY, CPU, fp8={"blocks.99.attn.qkv": None})
 
 
-def test_families_without_fp8_are_refused() -> None:
+@pytest.mark.parametrize("precision", ["fp8", "auto"])
+def test_families_without_fp8_are_refused(precision: str) -> None:
     for name in ("siglip-so400m", "gemma4-31b", "deepseek-ocr", "internvl3-8b"):
         options = parse(
             {
                 "model": {"id": name, "load_format": "dummy"},
-                "graphs": {"precision": "fp8", "precision_file": "plan.json"},
+                "graphs": {"precision": precision, "precision_file": "plan.json"},
             }
         )
         with pytest.raises(ConfigError, match=r"which the family .+ does not have"):
@@ -343,13 +357,64 @@ def test_gpus_without_fp8_are_refused(
 
 
 def test_rows_of_other_plans_are_other_rows(tmp_path: Path) -> None:
-    plain = rows_digest(GraphOptions(), TINY)
-    one = rows_digest(written(tmp_path), TINY)
+    plain = rows_digest(GraphOptions(), TINY, CPU)
+    one = rows_digest(written(tmp_path), TINY, CPU)
     written(tmp_path)
     layers = json.loads((tmp_path / "plan.json").read_text())["fp8"]
     name, layer = layers.popitem()
-    fewer = rows_digest(written(tmp_path, fp8=layers), TINY)
-    centred = rows_digest(written(tmp_path, fp8=layers | {name: layer | {"mean": "AAA="}}), TINY)
-    again = rows_digest(written(tmp_path, fp8={name: layer} | layers, images=7), TINY)
+    fewer = rows_digest(written(tmp_path, fp8=layers), TINY, CPU)
+    other = layers | {name: layer | {"mean": "AAA="}}
+    centred = rows_digest(written(tmp_path, fp8=other), TINY, CPU)
+    again = rows_digest(written(tmp_path, fp8={name: layer} | layers, images=7), TINY, CPU)
     assert len({plain, one, fewer, centred}) == 4
     assert again == one
+
+
+def capable(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    return torch.device("cuda")
+
+
+def test_auto_runs_in_fp8_where_the_gpu_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fp8 = written(tmp_path)
+    auto = fp8.model_copy(update={"precision": "auto"})
+    assert read_plan(auto, TINY, CPU) is None
+    assert precision_on(auto, CPU) == "bf16"
+    assert read_plan(auto, TINY, capable(monkeypatch, (8, 6))) is None
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        device = capable(monkeypatch, capability)
+        assert precision_on(auto, device) == "fp8"
+        assert read_plan(auto, TINY, device) == read_plan(fp8, TINY, device)
+
+
+def test_auto_needs_no_plan_where_it_is_not_used(tmp_path: Path) -> None:
+    auto = GraphOptions(precision="auto", precision_file=str(tmp_path / "none.json"))
+    assert read_plan(auto, TINY, CPU) is None
+    service = parse({"model": TINY.model_dump(), "encoder": CPU_ONLY, "graphs": auto.model_dump()})
+    (warning,) = missing(service)
+    assert warning.endswith("not on this machine; every encoder node whose GPU has FP8 needs it")
+    open_engine(service, EncoderMetrics()).close()
+
+
+def test_rows_are_shared_only_by_devices_that_compute_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the keys of a shared cache: an image's rows in bf16 must not answer for those in FP8."""
+    fp8 = written(tmp_path)
+    auto = fp8.model_copy(update={"precision": "auto"})
+    plain = rows_digest(GraphOptions(), TINY, CPU)
+    assert rows_digest(auto, TINY, CPU) == plain
+    assert rows_digest(auto, TINY, capable(monkeypatch, (8, 6))) == plain
+    found = {rows_digest(auto, TINY, capable(monkeypatch, one)) for one in ((8, 9), (9, 0))}
+    assert found == {rows_digest(fp8, TINY, CPU)}
+    assert plain not in found
+    layers = json.loads((tmp_path / "plan.json").read_text())["fp8"]
+    attention = {"blocks.0.attn.qkv" + ATTENTION: {"error": 0.01}}
+    written(tmp_path, fp8=layers | attention)
+    ada, hopper, blackwell = (
+        rows_digest(auto, TINY, capable(monkeypatch, one)) for one in ((8, 9), (9, 0), (12, 0))
+    )
+    assert ada == blackwell != hopper, "9.0 alone has FP8 attention"
+    assert hopper == rows_digest(fp8, TINY, CPU)

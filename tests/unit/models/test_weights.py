@@ -16,7 +16,7 @@ from actors.families.registry import read
 from actors.models import load as towers
 from actors.models.tensors import INDEX, POOL, SINGLE, Dummy, load
 from actors.options import ModelOptions
-from actors.spec.checkpoint import Folder
+from actors.spec.checkpoint import Folder, Preset
 from tests.small_presets import SMALL, write_small
 
 CPU = torch.device("cpu")
@@ -137,6 +137,85 @@ def test_a_tower_in_fp8_is_read_in_bfloat16(
     assert weights.keys() == WIDE.keys()
     assert torch.equal(weights["a.weight"], (values.float() * scales(scale).float()).bfloat16())
     assert torch.equal(weights["a.bias"], stored["visual.a.bias"])
+
+
+QWEN_FP8 = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "modules_to_not_convert": [
+        "model.visual.blocks.0.attn.qkv",
+        "model.visual.blocks.0.attn.proj",
+        "mtp.pre_fc_norm_hidden",
+    ],
+    "weight_block_size": [128, 128],
+}
+"""`quantization_config` of Qwen/Qwen3.8-27B-FP8, with 3 of its about 512 modules: as quoted by the
+tests of vLLM's Neuron plugin (vllm_neuron.model.qwen3_5.quantization)."""
+
+MODEL_OPTIMIZER_FP8 = {
+    "quantization": {
+        "quant_algo": "FP8",
+        "kv_cache_quant_algo": None,
+        "exclude_modules": ["model.language_model*"],
+    }
+}
+"""`hf_quant_config.json` of Qwen3-VL from NVIDIA's Model Optimizer, recipe qwen3_vl/ptq/
+fp8_vision-kv_none, as far as its repository shows it: the recipe, and NVIDIA/Model-Optimizer,
+tests/examples/hf_ptq/test_hf_ptq_vision_quantization.py at 80cc5b20. All linear layers of the tower
+have a `weight_scale` and an `input_scale`, the patch embedding has none."""
+
+
+def written_tower(folder: Path, **changes: object) -> tuple[ModelOptions, dict[str, Tensor]]:
+    """Options for a checkpoint without weights, whose JSON files are written. And weights for its
+    tower, by their full names."""
+    files = Preset("qwen3vl-tiny").files
+    files["config.json"] |= changes
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    model = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
+    weights = towers.tensors(model, read(model), CPU)
+    stored = {f"model.visual.{name}": weight.bfloat16() for name, weight in weights.items()}
+    return ModelOptions(id=str(folder)), stored
+
+
+def test_a_tower_that_qwen_left_in_bfloat16_is_read_as_it_is(tmp_path: Path) -> None:
+    options, stored = written_tower(tmp_path, quantization_config=QWEN_FP8)
+    layer = "model.language_model.layers.3.mlp.gate_proj"
+    language = {
+        f"{layer}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn),
+        f"{layer}.weight_scale_inv": torch.ones(2, 1).bfloat16(),
+    }
+    save_file(stored | language, tmp_path / SINGLE)
+    found = towers.tensors(options, read(options), CPU)
+    assert {f"model.visual.{name}" for name in found} == stored.keys()
+    for name, weight in found.items():
+        assert torch.equal(weight, stored[f"model.visual.{name}"])
+
+
+def test_a_tower_from_model_optimizer_becomes_bfloat16(tmp_path: Path) -> None:
+    options, stored = written_tower(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MODEL_OPTIMIZER_FP8))
+    expected = {}
+    for name, weight in list(stored.items()):
+        expected[name] = weight
+        layer, _, what = name.rpartition(".")
+        if what != "weight" or weight.dim() != 2 or "pos_embed" in name:
+            continue
+        scale = weight.float().abs().amax() / 448
+        stored[name] = (weight.float() / scale).to(torch.float8_e4m3fn)
+        stored[f"{layer}.weight_scale"] = scale
+        stored[f"{layer}.input_scale"] = torch.tensor(0.5)
+        expected[name] = (stored[name].float() * scale).bfloat16()
+    for layer in ("blocks.0.attn.qkv", "merger.linear_fc1", "deepstack_merger_list.0.linear_fc1"):
+        assert f"model.visual.{layer}.weight_scale" in stored
+    assert "model.visual.patch_embed.proj.weight_scale" not in stored
+    save_file(stored, tmp_path / SINGLE)
+    found = towers.tensors(options, read(options), CPU)
+    assert {f"model.visual.{name}" for name in found} == expected.keys()
+    for name, weight in found.items():
+        assert weight.dtype == torch.bfloat16
+        assert torch.equal(weight, expected[f"model.visual.{name}"])
 
 
 def test_a_scale_of_another_shape_is_named(tmp_path: Path) -> None:

@@ -97,8 +97,11 @@ def test_replicas_of_pools_have_their_numbers_and_their_pool() -> None:
     assert [one["pool"] for one in status(CARD, 0, GLANCE, 0)["replicas"]] == [None] * 3
     pages = (Page("Encoder-l4", "e1", encoder(3, 300)), Page("Encoder-h200", "e2", encoder(1, 100)))
     scrape = Scrape(pages, {}, {"e1": "l4", "e2": "h200"})
-    seen = status(CARD, 0, Glance(scrape, {"e1": False, "e2": False}, ()), 0)["replicas"]
+    precisions = {"e1": "bf16", "e2": "fp8"}
+    glance = Glance(scrape, {"e1": False, "e2": False}, (), precisions=precisions)
+    seen = status(CARD, 0, glance, 0)["replicas"]
     assert [(one["pool"], one["patches"]) for one in seen] == [("l4", 300), ("h200", 100)]
+    assert [one["precision"] for one in seen] == ["bf16", "fp8"]
 
 
 def test_errors_are_the_latest_first() -> None:
