@@ -169,6 +169,8 @@ class LlmOptions(DeviceOptions):
     """vllm: GPUs per replica, all on one node. Ray reserves as many."""
     engine_args: dict[str, Any] = Field({})
     """vllm: further AsyncEngineArgs, such as `gpu_memory_utilization`."""
+    tool_parser: str = ""
+    """vllm: name of vLLM's parser of tool calls, such as `hermes`. Empty: tools are rejected."""
     model: ModelOptions | None = None
     """None: the service's own `model`. Only its language model is loaded, not its tower, so its
     `images_kwargs` and `videos_kwargs` have no effect."""
@@ -211,8 +213,12 @@ class LlmOptions(DeviceOptions):
 
     @model_validator(mode="after")
     def options_belong_to_the_engine(self) -> Self:
-        if self.engine != "vllm" and (self.engine_args or self.tensor_parallel_size > 1):
-            raise ValueError("engine_args and tensor_parallel_size: only with engine: vllm")
+        if self.engine != "vllm" and (
+            self.engine_args or self.tensor_parallel_size > 1 or self.tool_parser
+        ):
+            raise ValueError(
+                "engine_args, tensor_parallel_size and tool_parser: only with engine: vllm"
+            )
         if self.engine == "vllm" and self.video_pruning_rate:
             raise ValueError("video_pruning_rate: only with engine: transformers")
         if self.tensor_parallel_size > 1 and 0 < self.num_gpus < 1:

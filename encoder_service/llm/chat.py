@@ -53,7 +53,7 @@ class ChatMetrics:
         )
         self.answers = counter(
             "answers_total",
-            "Completions, by finish reason: stop, length, cancelled or failed.",
+            "Completions, by finish reason: stop, length, tool_calls, cancelled or failed.",
             ["finish"],
         )
         self.tokens = counter(
@@ -236,7 +236,7 @@ def start(
         from encoder_service.llm.places import PlaceServer
         from encoder_service.llm.vllm_engine import VllmEngine
 
-        return VllmEngine(options, own, spec, PlaceServer(places) if places else None)
+        return VllmEngine(options, own, spec, tokenizer, PlaceServer(places) if places else None)
     from encoder_service.llm.model import TransformersEngine
 
     return TransformersEngine(options, own, spec, tokenizer)
@@ -299,8 +299,9 @@ class Chat:
         # Retrieves the exception, which asyncio would otherwise log if the prompt fails first.
         encoding.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
+            tools = call.tool_use.tools if call.tool_use else ()
             made = await asyncio.to_thread(
-                prompt, call.messages, seen, most, self.spec, self.tokenizer
+                prompt, call.messages, seen, most, self.spec, self.tokenizer, tools
             )
             embeddings = await encoding
         except BaseException:

@@ -121,11 +121,17 @@ class ChatService:
             request = parse(read_json(body, MOST_VALUES), self.options.engine)
         except WireError as error:
             raise InvalidRequest(str(error)) from None
+        if request.tool_use() and not self.options.tool_parser:
+            raise InvalidKey(
+                "tools: this service has no parser of tool calls: set llm.tool_parser, such as to "
+                'hermes, or send tool_choice "none"',
+                "tools",
+            )
         characters = request.characters()
         if characters > MOST_CHARACTERS_A_TOKEN * self.spec.max_model_len:
             raise InvalidRequest(
-                f"the messages are {characters} characters; the maximum context length is "
-                f"{self.spec.max_model_len} tokens (llm.max_model_len): send less"
+                f"the messages and tools are {characters} characters; the maximum context length "
+                f"is {self.spec.max_model_len} tokens (llm.max_model_len): send less"
             )
         return Parsed(request, tuple(item(*one) for one in request.media()))
 
@@ -163,6 +169,7 @@ class ChatService:
             origin=ORIGIN.get(),
             stream=parsed.request.stream,
             counted=parsed.request.counted,
+            tool_use=parsed.request.tool_use(),
         )
 
     async def ready_replicas(self) -> int:
@@ -350,7 +357,9 @@ async def written(
         yield answers.chunk(index, {"role": "assistant", "content": ""})
     try:
         while not isinstance(event, Finish):
-            delta = {"content": event.text}
+            delta: Document = {"content": event.text} if event.text or not event.tool_calls else {}
+            if event.tool_calls:
+                delta["tool_calls"] = list(event.tool_calls)
             yield answers.chunk(event.index, delta, event.logprobs, used=event.usage)
             event = await anext(rest)
         for index, reason in enumerate(event.reasons):
@@ -380,7 +389,14 @@ class Answers:
         for index, reason in enumerate(finish.reasons):
             own = [piece for piece in pieces if piece.index == index]
             text = "".join(piece.text for piece in own)
-            choice: Document = {"index": index, "message": {"role": "assistant", "content": text}}
+            message: Document = {"role": "assistant", "content": text}
+            if calls := [call for piece in own for call in piece.tool_calls]:
+                message["content"] = text or None
+                message["tool_calls"] = [
+                    {name: value for name, value in call.items() if name != "index"}
+                    for call in calls
+                ]
+            choice: Document = {"index": index, "message": message}
             choice |= likelihood([token for piece in own for token in piece.logprobs])
             choices.append(choice | {"finish_reason": reason})
         more = {"object": "chat.completion", "choices": choices, "usage": usage(*finish.usage)}

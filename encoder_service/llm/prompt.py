@@ -18,6 +18,7 @@ from actors.spec.video import VideoSizing, retained_tokens
 from actors.types import Grid, Kind, Media
 from encoder_service.llm.schema import Message
 from encoder_service.llm.spec import LlmSpec
+from encoder_service.wire.formats import Document
 
 TEXT, IMAGE, VIDEO = 0, 1, 2
 
@@ -120,11 +121,16 @@ def prompt(
     max_tokens: int,
     spec: LlmSpec,
     tokenizer: Any,
+    tools: Sequence[Document] = (),
 ) -> Prompt:
     """Applies the chat template and expands placeholders. Raises InvalidRequest."""
     try:
         ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+            list(messages),
+            tools=list(tools) or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
         )
     except (TemplateError, TypeError, ValueError) as error:
         raise InvalidRequest(f"the model's chat template refuses the messages: {error}") from error

@@ -20,9 +20,11 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
+    Tag,
     ValidationError,
     ValidationInfo,
     model_validator,
@@ -35,7 +37,7 @@ from actors.types import Kind, Media
 from encoder_service.api.schema import KwargsFields
 from encoder_service.config import LlmEngine
 from encoder_service.wire.documents import FRAMES, RequestItem, is_data_url, split_data_url
-from encoder_service.wire.formats import Document, WireError, from_base64
+from encoder_service.wire.formats import Document, WireError, from_base64, read_json
 
 MOST_STOPS = 16
 MOST_TURNS, MOST_PARTS = 4096, 1024
@@ -47,8 +49,12 @@ MOST_CHOICES, MOST_LOGPROBS = 128, 20  # OpenAI's limits
 MOST_STOP_TOKENS, MOST_BIASED = 100, 1024
 """vLLM ends if a request exceeds its own limits, which are 128 and 1024. It also counts the stop
 tokens of the checkpoint."""
+MOST_TOOLS = 128
+"""Maximum tools of a request, and calls of a message; OpenAI's limit for tools."""
+MOST_LEVELS = 48
+"""Maximum depth of a tool's parameters: vLLM takes 64 levels, of which up to 15 are its own."""
 MOST_REPEATS = 1000
-"""Maximum sum of the counts, such as {1,20}, in the patterns of a JSON schema: vLLM compiles one in
+"""Maximum sum of the counts, such as {1,20}, in the patterns of JSON schemas: vLLM compiles one in
 a time that grows with its square, 0.3 s for 1,000, and answers nobody meanwhile."""
 REPEAT = re.compile(r"\{\s*(\d+)\s*(?:,\s*(\d+)?\s*)?\}")
 MOST_PROBLEMS, MOST_NAMED, MOST_KEY = 1000, 10, 100
@@ -64,7 +70,7 @@ KINDS: dict[str, Kind] = {"image_url": "image", "video_url": "video"}
 """Maps the `type` of a part to that of an item."""
 
 Message = dict[str, Any]
-"""{"role", "content"} as chat templates read it.
+"""{"role", "content"} as chat templates read it, and "tool_calls" or "tool_call_id" if given.
 
 Images and videos in the content are {"type": "image"} and {"type": "video"}.
 """
@@ -113,18 +119,22 @@ class JsonSchema(StrictModel):
 
     @model_validator(mode="after")
     def few_counted_repeats(self) -> Self:
-        counts = (count for pattern in patterns(self.schema_) for count in REPEAT.findall(pattern))
-        if sum(max(map(float, filter(None, count))) for count in counts) > MOST_REPEATS:
-            raise ValueError(
-                "the counts in its patterns, such as {1,20}, add up to more than "
-                f"{MOST_REPEATS}: use minLength and maxLength, + or *"
-            )
+        check_repeats(self.schema_)
         return self
 
 
-def patterns(schema: Any) -> Iterator[str]:
-    """The regular expressions of a JSON schema."""
-    left = [schema]
+def check_repeats(*schemas: Any) -> None:
+    counts = (count for pattern in patterns(*schemas) for count in REPEAT.findall(pattern))
+    if sum(max(map(float, filter(None, count))) for count in counts) > MOST_REPEATS:
+        raise ValueError(
+            "the counts in its patterns, such as {1,20}, add up to more than "
+            f"{MOST_REPEATS}: use minLength and maxLength, + or *"
+        )
+
+
+def patterns(*schemas: Any) -> Iterator[str]:
+    """The regular expressions of JSON schemas."""
+    left = [*schemas]
     while left:
         part = left.pop()
         if isinstance(part, dict):
@@ -196,6 +206,18 @@ class VllmParams(SamplingParams):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolUse:
+    """The tools of a request, and which of them the model may or must call."""
+
+    tools: tuple[Document, ...]
+    """In OpenAI's form, which chat templates and vLLM read."""
+    choice: str | Document
+    """`auto`, `required`, or the function to call, in OpenAI's form."""
+    parallel: bool
+    """False: at most one call."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatCall:
     """An admitted request."""
 
@@ -209,6 +231,7 @@ class ChatCall:
     """False: no piece is sent before the completion has ended."""
     counted: bool = False
     """Whether pieces have their `usage`. Then tokens without text are pieces, too."""
+    tool_use: ToolUse | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,9 +245,11 @@ class Piece:
     """Those of its tokens, in OpenAI's form, if the request asks for them."""
     usage: tuple[int, int] | None = None
     """Tokens of the prompt and of the completion so far, if the request asks for them."""
+    tool_calls: tuple[Document, ...] = ()
+    """The next parts of tool calls, as in OpenAI's streams; whole calls if not streamed."""
 
 
-Reason = Literal["stop", "length"]
+Reason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,38 +346,150 @@ def as_parts(content: Any, info: ValidationInfo) -> Any:
 
 def not_called(tools: list[Any] | None, info: ValidationInfo) -> list[Any] | None:
     if tools and info.data.get("tool_choice") != "none":
-        raise ValueError('only [] is supported here, or any tools with tool_choice "none"')
+        raise ValueError('only with llm.engine: vllm, or with tool_choice "none"')
     return tools
+
+
+def callable_tools(tools: Any, info: ValidationInfo) -> Any:
+    """With tool_choice none, any tools are accepted and dropped."""
+    unused = isinstance(tools, list) and info.data.get("tool_choice") == "none"
+    return [] if unused else tools
+
+
+def few_levels(value: Any) -> Any:
+    levels, level = 0, [value]
+    while level := [part for part in level if isinstance(part, dict | list)]:
+        levels += 1
+        level = [each for one in level for each in (one.values() if isinstance(one, dict) else one)]
+    if levels > MOST_LEVELS:
+        raise ValueError(f"{levels} objects and lists inside each other; at most {MOST_LEVELS}")
+    return value
+
+
+class Function(StrictModel):
+    name: str = Field(pattern="^[a-zA-Z0-9_-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, AfterValidator(few_levels)] = None
+    """A JSON schema."""
+    strict: bool | None = None
+    """Whether the arguments follow the schema, also with tool_choice auto."""
+
+
+class Tool(StrictModel):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> Document:
+        """As vLLM shows tools to chat templates: with null, but without an absent `strict`."""
+        given = self.function
+        shown: Document = {"name": given.name, "description": given.description}
+        shown["parameters"] = given.parameters
+        if given.strict is not None:
+            shown["strict"] = given.strict
+        return {"type": self.type, "function": shown}
+
+
+class NamedFunction(StrictModel):
+    name: str
+
+
+class NamedTool(StrictModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("text")]
+    | Annotated[NamedTool, Tag("function")],
+    Discriminator(lambda choice: "text" if isinstance(choice, str) else "function"),
+]
+
+
+def few_patterns(tools: list[Tool]) -> list[Tool]:
+    check_repeats(*(tool.function.parameters for tool in tools))
+    return tools
+
+
+def as_arguments(arguments: Any) -> Any:
+    """Chat templates read an object. What a model has said wrongly is an empty one, as in vLLM."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return read_json(arguments.encode("utf-8", "replace"))
+    except WireError:
+        return {}
+
+
+class CalledFunction(StrictModel):
+    name: str
+    arguments: Annotated[
+        dict[str, Any],
+        BeforeValidator(as_arguments, json_schema_input_type=str | dict[str, Any]),
+        AfterValidator(few_levels),
+    ] = {}
+
+
+class ToolCall(StrictModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Ignored: clients that put streamed calls together keep it."""
+
+    def for_template(self) -> Document:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
 
 
 ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
 class ChatMessage(StrictModel):
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
         list[ContentPart],
         BeforeValidator(as_parts, json_schema_input_type=str | list[ContentPart] | None),
     ] = Field(None, min_length=1, max_length=MOST_PARTS, fail_fast=True, validate_default=True)
     name: str | None = None
     """Ignored, because chat templates do not read it."""
-    tool_calls: Annotated[Any, Only([])] = None
-    """This and `annotations` are empty in completions that clients send back."""
+    tool_calls: list[ToolCall] = Field([], max_length=MOST_TOOLS, fail_fast=True)
+    """Those of an assistant."""
+    tool_call_id: str | None = None
+    """The call whose result a tool's message is."""
     annotations: Annotated[Any, Only([])] = None
+    """Empty in completions that clients send back."""
+
+    @model_validator(mode="after")
+    def roles_have_their_keys(self) -> Self:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls: only of the role assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id: only of the role tool")
+        return self
 
     def for_template(self) -> Message:
         """Text-only content becomes a string, which every chat template accepts."""
-        role = "system" if self.role == "developer" else self.role
+        message: Message = {"role": "system" if self.role == "developer" else self.role}
+        if self.tool_calls:
+            message["tool_calls"] = [one.for_template() for one in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
         texts = [part.text for part in self.content if isinstance(part, TextPart)]
         if len(texts) == len(self.content):
-            return {"role": role, "content": "".join(texts)}
+            between = "\n" if self.role == "tool" else ""  # as vLLM
+            return message | {"content": between.join(texts)}
         content = [
             {"type": "text", "text": part.text}
             if isinstance(part, TextPart)
             else {"type": KINDS[part.type]}
             for part in self.content
         ]
-        return {"role": role, "content": content}
+        return message | {"content": content}
+
+    def characters(self) -> int:
+        calls = [one.for_template() for one in self.tool_calls]
+        texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart))
+        return texts + len(json.dumps(calls, ensure_ascii=False))
 
 
 class SizeRange(StrictModel):
@@ -405,7 +542,7 @@ class ChatRequest(SamplingParams):
     modalities: Annotated[Any, Only(["text"])] = None
     tool_choice: Annotated[Any, Only("none", "auto")] = None
     tools: Annotated[list[Any] | None, AfterValidator(not_called)] = None
-    """It follows tool_choice, which not_called reads."""
+    """It follows tool_choice, which not_called and callable_tools read."""
     functions: Annotated[Any, Only([])] = None
     function_call: Annotated[Any, Only("none", "auto")] = None
     service_tier: Annotated[Any, Only("auto", "default")] = None
@@ -444,9 +581,11 @@ class ChatRequest(SamplingParams):
         chosen["max_tokens"] = self.max_completion_tokens or self.max_tokens
         return self.params(**chosen)
 
+    def tool_use(self) -> ToolUse | None:
+        return None
+
     def characters(self) -> int:
-        parts = (part for message in self.messages for part in message.content)
-        return sum(len(part.text) for part in parts if isinstance(part, TextPart))
+        return sum(message.characters() for message in self.messages)
 
     def media(self) -> Iterator[tuple[str, ImagePart | VideoPart]]:
         """The path and part of each image and video, in order."""
@@ -461,6 +600,36 @@ class VllmRequest(VllmParams, ChatRequest):
 
     params: ClassVar[type[SamplingParams]] = VllmParams
     stream_options: VllmStreamOptions | None = None
+    tool_choice: ToolChoice | None = None
+    tools: Annotated[
+        list[Tool],
+        BeforeValidator(callable_tools, json_schema_input_type=list[Tool] | None),
+        AfterValidator(few_patterns),
+    ] = Field([], max_length=MOST_TOOLS)
+    parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def choice_is_among_the_tools(self) -> Self:
+        choice, names = self.tool_choice, [tool.function.name for tool in self.tools]
+        if choice == "required" and not names:
+            raise ValueError("tool_choice: required needs tools")
+        if isinstance(choice, NamedTool) and choice.function.name not in names:
+            raise ValueError("tool_choice: none of the tools has this name")
+        return self
+
+    def tool_use(self) -> ToolUse | None:
+        if not self.tools:
+            return None
+        choice = self.tool_choice or "auto"
+        return ToolUse(
+            tuple(tool.for_template() for tool in self.tools),
+            choice if isinstance(choice, str) else choice.model_dump(),
+            self.parallel_tool_calls,
+        )
+
+    def characters(self) -> int:
+        tools = [tool.for_template() for tool in self.tools]
+        return super().characters() + len(json.dumps(tools, ensure_ascii=False))
 
     @property
     def counted(self) -> bool:
@@ -506,7 +675,7 @@ def place(keys: Sequence[int | str]) -> str:
     """The path of a key: `messages[0].content[1].text`. Unknown keys are cut short."""
     if keys[2:3] == ("content",):
         keys = (*keys[: MESSAGE_PART - 1], *keys[MESSAGE_PART:])
-    if keys[:1] == ("response_format",):
+    if keys[:1] in {("response_format",), ("tool_choice",)}:
         keys = (*keys[:1], *keys[2:])  # pydantic names its type, too
     named = (f"[{key}]" if isinstance(key, int) else f".{key[:MOST_KEY]}" for key in keys)
     return "".join(named).removeprefix(".")

@@ -40,6 +40,7 @@ from encoder_service.llm.schema import (
     VllmParams,
 )
 from encoder_service.llm.spec import LlmSpec
+from encoder_service.llm.tool_calls import ToolCalls, ToolParsers
 from encoder_service.wire.formats import Document
 
 log = logging.getLogger("ray.serve")
@@ -169,7 +170,12 @@ class VllmEngine:
     """A chat.ChatEngine whose scheduler and workers are vLLM's own processes."""
 
     def __init__(
-        self, options: LlmOptions, own: ModelOptions, spec: LlmSpec, places: PlaceServer | None
+        self,
+        options: LlmOptions,
+        own: ModelOptions,
+        spec: LlmSpec,
+        tokenizer: Any,
+        places: PlaceServer | None,
     ) -> None:
         """`places`: where encoders serve the rows of ids. None: rows come by value."""
         from vllm import AsyncEngineArgs
@@ -186,6 +192,7 @@ class VllmEngine:
         if transfer := args.get("ec_transfer_config"):
             args["ec_transfer_config"] = ECTransferConfig(**transfer)
         self.spec = spec
+        self.tools = ToolParsers(options.tool_parser, tokenizer) if options.tool_parser else None
         with environment(TOKEN, places.token) if places else nullcontext():
             self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
         self.defaults = self.engine.model_config.get_diff_sampling_param()
@@ -200,7 +207,10 @@ class VllmEngine:
         reasons: dict[int, Reason] = {}
         completion_tokens = 0
         try:
-            params = self._params(call.sampling, made.max_tokens, call.stream)
+            tools = None
+            if call.tool_use and self.tools:
+                tools = self.tools.begin(call.tool_use, made.ids, stream=call.stream)
+            params = self._params(call.sampling, made.max_tokens, call.stream, tools)
             found = self._prompt(call, made, embeddings)
             outputs = self.engine.generate(found, params, uuid.uuid4().hex)
             async with aclosing(outputs):
@@ -216,11 +226,19 @@ class VllmEngine:
                         if one.logprobs:
                             most = call.sampling.top_logprobs
                             tokens = likelihoods(one.token_ids, one.logprobs, most)
-                        if one.text or tokens or (call.counted and one.token_ids):
+                        text, calls = one.text, tuple[Document, ...]()
+                        if tools:
+                            finished = one.finish_reason is not None
+                            text, calls = tools.read(
+                                one.index, text, one.token_ids, finished=finished
+                            )
+                        if text or calls or tokens or (call.counted and one.token_ids):
                             used = (len(made.ids), completion_tokens) if call.counted else None
-                            yield Piece(one.text, one.index, tokens, used)
+                            yield Piece(text, one.index, tokens, used, calls)
                         if (reason := one.finish_reason) in REASONS:
                             reasons[one.index] = REASONS[reason]
+                            if tools:
+                                reasons[one.index] = tools.reason(one.index, REASONS[reason])
                         elif reason:
                             raise Unavailable(
                                 f"vLLM ended the completion ({reason}): send the request again"
@@ -239,12 +257,16 @@ class VllmEngine:
             tuple(reasons[index] for index in sorted(reasons)), len(made.ids), completion_tokens
         )
 
-    def _params(self, sampling: VllmParams, max_tokens: int, stream: bool) -> Any:
+    def _params(
+        self, sampling: VllmParams, max_tokens: int, stream: bool, tools: ToolCalls | None
+    ) -> Any:
         from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
         given = sampling_params(sampling, max_tokens, stream, self.defaults)
         if outputs := given.get("structured_outputs"):
             given["structured_outputs"] = StructuredOutputsParams(**outputs)
+        if tools:
+            given |= tools.constrained(given.get("structured_outputs"))
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
 
     def _prompt(self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]) -> Any:

@@ -27,6 +27,14 @@ SPECIAL = (
     "<|im_start|>", "<|im_end|>",
 )  # fmt: skip
 """In the order of TOKENS, from its first number on."""
+TEMPLATE = """\
+{%- for tool in tools or [] %}{{ tool | tojson }}{% endfor %}""" + CHATML.replace(
+    "<|im_end|>",
+    "{% for call in message.tool_calls or [] %}"
+    "{{ call.id }}{{ call.function.name }}{{ call.function.arguments | tojson }}{% endfor %}"
+    "{{ message.tool_call_id }}<|im_end|>",
+)
+"""With tools."""
 PROCESSORS = {  # not Qwen3.5: vLLM runs it in bfloat16 alone here, which hides what images change
     "qwen2_vl": ("Qwen2VLProcessor", "Qwen2VLVideoProcessor"),
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLVideoProcessor"),
@@ -41,7 +49,7 @@ def write(folder: Path, family: str) -> None:
     vision = dict(made.vision) | {width: HIDDEN}
     write_made(folder, replace(made, vision=vision, text=dict(made.text) | TEXT), "1GB")
     byte_tokenizer().save_pretrained(folder)
-    (folder / "chat_template.jinja").write_text(CHATML)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
     processor, videos = PROCESSORS[family]
     images = "Qwen2VLImageProcessor"
     file = folder / "preprocessor_config.json"

@@ -83,7 +83,8 @@ def wait(process: subprocess.Popen[bytes], health: str, log: Path) -> None:
 def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
     """URL of `vllm serve` of the checkpoint in folder/model; its log lies beside that.
 
-    Of the options, such as limit_mm_per_prompt, the values are JSON; None: an option without one.
+    Of the options, such as limit_mm_per_prompt, the values are texts or JSON; None: an option
+    without one.
     """
     from encoder_service.bench.cluster import free_ports  # which SGLang's environment lacks
 
@@ -92,7 +93,8 @@ def vllm(python: str, folder: Path, name: str, **options: Any) -> Iterator[str]:
     command += ["--model", str(folder / "model"), "--port", str(port)]
     for option, value in options.items():
         command += [f"--{option.replace('_', '-')}"]
-        command += [] if value is None else [json.dumps(value)]
+        if value is not None:
+            command.append(value if isinstance(value, str) else json.dumps(value))
     url = f"http://127.0.0.1:{port}"
     with running(command, f"{url}/health", folder / f"{name}.log"):
         yield url

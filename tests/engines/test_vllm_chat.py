@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,14 @@ pytest.importorskip("vllm", reason="there is no vLLM here")
 
 import ray
 
+from actors.errors import ConfigError
 from encoder_service.bench.cluster import APPLICATION, cluster, logical_cpus, service
 from encoder_service.config import ServiceOptions
 from encoder_service.engines.vllm import content_id
 from encoder_service.llm import vllm_engine
 from encoder_service.llm.chat import BY_VALUE_SECONDS
+from encoder_service.llm.schema import ToolUse
+from encoder_service.llm.tool_calls import ToolParsers
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm
 from tests.engines.test_vllm import FILES, PYTHON, TOWER, answer, ask, assert_same, shown
@@ -46,6 +50,21 @@ pytestmark = [
 LONG = {"max_tokens": 900, "ignore_eos": True, "logprobs": False, "top_logprobs": 0}
 """Of an answer that takes seconds."""
 PLAIN = {"logprobs": False, "top_logprobs": 0}
+
+
+def weather(parameters: Any) -> dict[str, Any]:
+    function = {"name": "weather", "parameters": parameters, "strict": True}
+    return {"type": "function", "function": function}
+
+
+WEATHER = weather(
+    {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+)
 AT_ONCE = 4
 STEP_TOKENS = 128
 """Fewer than an image of 512x512 pixels has rows."""
@@ -90,6 +109,7 @@ def ours(
             "references": {"max_bytes": KEPT_BYTES},
             "llm": cpu
             | {"engine": "vllm", "max_model_len": 1024, "engine_args": args}
+            | {"tool_parser": "hermes"}
             | {"timeout_seconds": 400, "health_check_period_seconds": 1},
         }
     )
@@ -104,7 +124,8 @@ def ours(
 @pytest.fixture(scope="module")
 def whole(ours: Ours) -> Iterator[str]:
     """URL of a vLLM with the same model that encodes images itself."""
-    with vllm(PYTHON, ours.folder, "whole", limit_mm_per_prompt=TOWER) as url:
+    tools = {"enable_auto_tool_choice": None, "tool_call_parser": "hermes"}
+    with vllm(PYTHON, ours.folder, "whole", limit_mm_per_prompt=TOWER, **tools) as url:
         yield url
 
 
@@ -172,11 +193,120 @@ def test_parameters_of_openai(ours: Ours) -> None:
     assert json.loads(choice["message"]["content"]) == {}
 
 
+NAMED = {"type": "function", "function": {"name": "weather"}}
+SPACES = checkpoint.byte_tokenizer().encode(" \n\r\t")
+"""Unlikely in calls, because a random model would put them into JSON without end."""
+CALLING = PLAIN | {
+    "tools": [WEATHER],
+    "max_tokens": 200,
+    "logit_bias": dict.fromkeys(map(str, SPACES), -100),
+}
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", NAMED], ids=["auto", "required", "named"])
+def test_the_same_calls_as_in_vllm_s_own_server(ours: Ours, whole: str, choice: Any) -> None:
+    content = [*(shown(file) for file in FILES["one image"]), {"type": "text", "text": "What?"}]
+    function = {"name": "weather", "arguments": '{"city":   "Köln"}'}
+    called = [{"id": "1", "type": "function", "function": function}]
+    turns = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "tool_calls": called},
+        {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    given = {"messages": turns, "tools": [WEATHER], "tool_choice": choice}
+    if choice == "auto":  # a random model answers with text
+        assert_same(answer(ours.url, [], model=ours.model, **given), answer(whole, [], **given))
+        return
+    found = []
+    for url, model in ((ours.url, ours.model), (whole, "m")):
+        more = CALLING | given | {"model": model, "parallel_tool_calls": False}
+        response = ask(url, [], **more)
+        assert response.is_success, response.text
+        (answered,) = response.json()["choices"]
+        functions = [call["function"] for call in answered["message"]["tool_calls"]]
+        usage = response.json()["usage"]["prompt_tokens"]
+        found.append((functions, answered["finish_reason"], usage))
+    assert found[0] == found[1]
+    assert len(found[0][0]) == 1
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("choice", ["required", "named"])
+def test_a_tool_that_must_be_called(ours: Ours, choice: str, parallel: bool) -> None:
+    """A random model calls tools only because their grammar makes it."""
+    given = CALLING | {"parallel_tool_calls": parallel}
+    given["tool_choice"] = NAMED if choice == "named" else choice
+    response = ask(ours.url, [], model=ours.model, **given)
+    assert response.is_success, response.text
+    (answered,) = response.json()["choices"]
+    calls = answered["message"].get("tool_calls")
+    assert calls, answered
+    assert answered["message"]["content"] is None
+    for call in calls:
+        assert call["id"]
+        assert call["type"] == "function"
+        assert call["function"]["name"] == "weather"
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    if choice == "named" or not parallel:  # the grammar ends after one call
+        assert len(calls) == 1
+        assert answered["finish_reason"] == ("stop" if choice == "named" else "tool_calls")
+    events = read_events(ask(ours.url, [], model=ours.model, **given, stream=True).text)
+    assert streamed(events) == [
+        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls
+    ]
+    assert events[-1]["choices"][0]["finish_reason"] == answered["finish_reason"]
+
+
+def streamed(events: list[Any]) -> list[tuple[str, Any]]:
+    """Names and arguments of the tool calls of a stream, put together as clients do."""
+    found: list[dict[str, str]] = []
+    for event in events:
+        for part in event["choices"][0]["delta"].get("tool_calls", ()):
+            if part["index"] == len(found):
+                assert part["id"]
+                assert part["type"] == "function"
+                found.append({"name": part["function"]["name"], "arguments": ""})
+            found[part["index"]]["arguments"] += part["function"]["arguments"]
+    return [(one["name"], json.loads(one["arguments"])) for one in found]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_vllm_s_parser_finds_the_calls_of_a_stream(size: int) -> None:
+    text = "Let me see. "
+    for city in ("Paris", "Köln"):
+        call = {"name": "weather", "arguments": {"city": city}}
+        text += f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>\n"
+    tokenizer = checkpoint.byte_tokenizer()
+    parsers = ToolParsers("hermes", tokenizer)
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for parallel, stream in product((True, False), (True, False)):
+        calls = parsers.begin(ToolUse((WEATHER,), "auto", parallel), [1], stream=stream)
+        content, found = "", []
+        for left, piece in zip(reversed(range(len(pieces))), pieces, strict=True):
+            more, parts = calls.read(0, piece, tokenizer.encode(piece), finished=not left)
+            content += more
+            found.append({"choices": [{"delta": {"tool_calls": parts}}]})
+        cities = ["Paris", "Köln"] if parallel else ["Paris"]
+        assert streamed(found) == [("weather", {"city": city}) for city in cities]
+        assert content.strip() == "Let me see."
+        assert calls.reason(0, "stop") == "tool_calls"
+    plain = parsers.begin(ToolUse((WEATHER,), "auto", True), [1], stream=True)
+    assert plain.read(0, "none <tool", [2], finished=False) == ("none ", ())
+    assert plain.reason(0, "stop") == "stop"
+
+
+def test_a_parser_that_vllm_does_not_have_ends_the_start() -> None:
+    with pytest.raises(ConfigError, match=r"'hermit', which vLLM does not know, only .*hermes"):
+        ToolParsers("hermit", checkpoint.byte_tokenizer())
+
+
 def test_what_vllm_refuses_is_said_to_the_client(ours: Ours) -> None:
     wrong = {"name": "wrong", "schema": {"type": "no such type"}}
     refused = {"response_format": {"type": "json_schema", "json_schema": wrong}}
     unknown = {"logit_bias": {"1000000": 1}}
-    for more in (refused, unknown, {"tools": [{"type": "function"}]}):
+    broken = weather({"type": "object", "properties": 5})
+    tools = {"tools": [broken], "tool_choice": "required"}
+    for more in (refused, unknown, tools, {"tools": [{"type": "function"}]}):
         response = ask(ours.url, [], model=ours.model, **PLAIN | more)
         assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request")
     assert ask(ours.url, [], model=ours.model).is_success

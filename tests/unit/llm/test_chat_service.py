@@ -23,6 +23,7 @@ from encoder_service.llm import http as chat_http
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
+    MOST_LEVELS,
     REQUESTS,
     ChatCall,
     ChatEvent,
@@ -350,11 +351,20 @@ def test_the_time_is_kept_and_the_generation_ended() -> None:
 
 
 SAID = {"role": "assistant", "content": None}
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def nested(levels: int) -> Any:
+    return [nested(levels - 1)] if levels else 0
+
+
+CALL = called('{"a": 1}')
 UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
-    ({"tools": [{"type": "function"}]}, "tools: only [] is"),
-    ({"tools": [{}], "tool_choice": "auto"}, 'or any tools with tool_choice "none"'),
     ({"tools": "a", "tool_choice": "none"}, "tools: wrong value"),
-    ({"tool_choice": "required"}, 'tool_choice: only "none" or "auto" is'),
+    ({"tool_choice": "required"}, "tool_choice: "),
     ({"store": True}, "store: only false is"),
     ({"service_tier": "flex"}, 'service_tier: only "auto" or "default" is'),
     ({"verbosity": "low"}, 'verbosity: only "medium" is'),
@@ -374,7 +384,18 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a"] * 17}, "stop: "),
     ({"stream": True, "stream_options": {"include_obfuscation": 1}}, ".include_obfuscation: "),
     ({"messages": [SAID | {"name": 1}]}, "messages[0].name: "),
-    ({"messages": [SAID | {"tool_calls": [{}]}]}, "messages[0].tool_calls: only [] is"),
+    ({"messages": [SAID | {"tool_calls": [{}]}]}, "messages[0].tool_calls[0].function: missing"),
+    ({"messages": [SAID | {"tool_call_id": "a"}]}, "tool_call_id: only of the role tool"),
+    (
+        {"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]},
+        "tool_calls: only of the role assistant",
+    ),
+    (
+        {"messages": [SAID | {"tool_calls": [called({"a": nested(MOST_LEVELS)})]}]},
+        f"messages[0].tool_calls[0].function.arguments: {MOST_LEVELS + 1} objects and lists inside",
+    ),
+    ({"messages": [SAID | {"tool_calls": [CALL] * 129}]}, "messages[0].tool_calls: wrong value"),
+    ({"messages": [{"role": "tool", "tool_call_id": "1"}]}, "messages[0].content: missing"),
     ({"messages": [SAID | {"content": []}]}, "messages[0].content: wrong value"),
     ({"messages": [SAID | {"role": "user"}]}, "messages[0].content: missing; add it"),
     ({"messages": [{"role": "user"}]}, "messages[0].content: missing; add it"),
@@ -405,7 +426,9 @@ UNSUPPORTED: list[tuple[dict[str, Any], str]] = [
             {"stream_options": {"include_usage": True}},
             "the request: stream_options: only with stream",
         ),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role: "),
+        ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role: "),
+        ({"tools": [{"type": "function"}]}, "tools: only with llm.engine: vllm"),
+        ({"tools": [{}], "tool_choice": "auto"}, 'or with tool_choice "none"'),
         ({"mm_processor_kwargs": {"max_crops": 4}}, "mm_processor_kwargs.max_crops: not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "'image_url'"),
         ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "maximum context length"),
@@ -535,9 +558,9 @@ def test_empty_lists_of_an_answered_message_are_accepted() -> None:
     replicas = Replicas(WHOLE)
     assert client(replicas).post(PATH, json=HELLO | {"messages": [answered]}).status_code == 200
     assert replicas.calls[0].messages == ({"role": "assistant", "content": "yes"},)
-    called = answered | {"tool_calls": [{"id": "1"}]}
-    refused = client(replicas).post(PATH, json=HELLO | {"messages": [called]})
-    assert refused.json()["error"]["param"] == "messages[0].tool_calls"
+    wrong = answered | {"tool_calls": [{"id": "1"}]}
+    refused = client(replicas).post(PATH, json=HELLO | {"messages": [wrong]})
+    assert refused.json()["error"]["param"] == "messages[0].tool_calls[0].function"
 
 
 def test_null_is_as_nothing_everywhere() -> None:
