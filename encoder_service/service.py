@@ -241,7 +241,7 @@ class Service:
     async def _release_all(self, answers: Sequence[Answer]) -> None:
         """Releases the ids among the answers. Errors are ignored: what is not released expires."""
         references = [one.reference for one in answers if isinstance(one, Embedding)]
-        work = (self.backend.release(one) for one in references if one)
+        work = (self.release(one) for one in references if one)
         await asyncio.gather(*work, return_exceptions=True)
 
     async def place(self, reference: str) -> RowsPlace:

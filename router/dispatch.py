@@ -327,16 +327,16 @@ class Dispatcher:
             self._send_waiting()
 
     def _launch(
-        self, items: Sequence[InFlightItem], kept: Collection[str] = (), *, singly: bool = False
+        self, items: Sequence[InFlightItem], avoided: Collection[str] = (), *, singly: bool = False
     ) -> None:
-        """Plans items over the replicas that can take them, avoiding `kept` ones if possible.
+        """Plans items over the replicas that can take them, without those to avoid if possible.
 
         Items that no replica can take fail with Unavailable, because while they waited they would
         take up the room of other items. If there is no replica at all, items wait a little.
         """
         for some, replicas in self._takers(items):
             if replicas:
-                free = [replica for replica in replicas if replica not in kept]
+                free = [replica for replica in replicas if replica not in avoided]
                 self._plan_over(free or replicas, some, singly=singly)
             elif self._reports:
                 for item in some:
@@ -419,7 +419,9 @@ class Dispatcher:
             self.ledger.hear(replica, outstanding, now())
             del reply  # embeddings are large, and this frame may now wait for a replica
         if wanted := self._unanswered(items):
-            await self._retry(wanted, singly=singly)
+            # Their node may be lost, and the other replicas there with it.
+            avoided = self._beside(replica) if singly else ()
+            await self._retry(wanted, avoided, singly=singly)
 
     def _waiting_per_sent(self, replica: str) -> float:
         if not self._pools.several:
@@ -479,7 +481,16 @@ class Dispatcher:
                 self._complete(item, None)
         return [item for item in items if not item.answer.done()]
 
-    async def _retry(self, items: Sequence[InFlightItem], *, singly: bool) -> None:
+    def _beside(self, replica: str) -> list[str]:
+        """The replicas on the node of this one."""
+        replicas = self._fleet.reports()
+        if not (there := replicas.get(replica)) or not there.node:
+            return []
+        return [name for name, one in replicas.items() if one.node == there.node]
+
+    async def _retry(
+        self, items: Sequence[InFlightItem], avoided: Collection[str], *, singly: bool
+    ) -> None:
         """Plans items again, after a backoff if all of their replicas failed recently."""
         for item in items:
             self.ledger.assign(item.reservation, None)
@@ -488,7 +499,7 @@ class Dispatcher:
             await asyncio.sleep(BACKOFF_SECONDS * 2 ** items[0].losses)
         wanted = self._unanswered(items)
         self._metrics.replans.inc(len(wanted))
-        self._launch(wanted, singly=singly)
+        self._launch(wanted, avoided, singly=singly)
 
     def _leave(self, item: InFlightItem) -> None:
         """Removes a request that no longer waits. Cancels the call if none waits for any of its

@@ -21,7 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -64,6 +64,11 @@ KEYS = {
 """vLLM's names for an item's patches and its grid, by modality."""
 
 
+class LocalGraphOptions(GraphOptions):
+    steps_per_doubling: Literal[1, 2, 4, 8] = 2
+    """Fewer budgets than in the service, because vLLM already takes long to start."""
+
+
 class LocalOptions(Options):
     """`ec_connector_extra_config`."""
 
@@ -72,8 +77,7 @@ class LocalOptions(Options):
     """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
-    graphs: GraphOptions = GraphOptions(steps_per_doubling=2)
-    """Fewer budgets than in the service, because vLLM already takes long to start."""
+    graphs: LocalGraphOptions = LocalGraphOptions()
 
 
 @dataclass

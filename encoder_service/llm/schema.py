@@ -444,6 +444,10 @@ class ToolCall(StrictModel):
 ContentPart = Annotated[TextPart | ImagePart | VideoPart, Field(discriminator="type")]
 
 
+def json_characters(given: Sequence[Tool | ToolCall]) -> int:
+    return sum(len(json.dumps(one.for_template(), ensure_ascii=False)) for one in given)
+
+
 class ChatMessage(StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[
@@ -487,9 +491,8 @@ class ChatMessage(StrictModel):
         return message | {"content": content}
 
     def characters(self) -> int:
-        calls = [one.for_template() for one in self.tool_calls]
         texts = sum(len(part.text) for part in self.content if isinstance(part, TextPart))
-        return texts + len(json.dumps(calls, ensure_ascii=False))
+        return texts + len(self.tool_call_id or "") + json_characters(self.tool_calls)
 
 
 class SizeRange(StrictModel):
@@ -628,8 +631,7 @@ class VllmRequest(VllmParams, ChatRequest):
         )
 
     def characters(self) -> int:
-        tools = [tool.for_template() for tool in self.tools]
-        return super().characters() + len(json.dumps(tools, ensure_ascii=False))
+        return super().characters() + json_characters(self.tools)
 
     @property
     def counted(self) -> bool:

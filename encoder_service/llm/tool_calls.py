@@ -33,7 +33,7 @@ class ToolParsers:
             self.parser = ParserManager.get_parser(
                 name, enable_auto_tools=True, tokenizer=self.tokenizer
             )
-        except TypeError as error:
+        except (TypeError, ImportError) as error:  # it needs another tokenizer, or a package
             raise ConfigError(f"llm.tool_parser is {name!r}: {error}") from error
 
     def begin(self, use: ToolUse, prompt: Sequence[int], *, stream: bool) -> ToolCalls:

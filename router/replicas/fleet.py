@@ -98,6 +98,11 @@ class Replica:
         return str(self.metadata.get("pool", ""))
 
     @property
+    def node(self) -> str:
+        """Ray's id of its node. Empty: unknown."""
+        return self.endpoint.node if self.endpoint else ""
+
+    @property
     def precision(self) -> str:
         """What its layers run in: `bf16` or `fp8`. Empty: a replica of another release."""
         return str(self.metadata.get("precision", ""))

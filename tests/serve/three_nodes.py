@@ -87,7 +87,7 @@ def ready(node: Node) -> int:
     """How many encoders the ingress behind a node's proxy would give work to."""
     try:
         return int(httpx.get(f"{node.http}/readyz").json().get("ready_replicas", 0))
-    except httpx.TransportError:  # it does not listen yet
+    except (httpx.TransportError, ValueError):  # it does not listen yet, or knows no ingress
         return 0
 
 

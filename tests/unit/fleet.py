@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from actors.rpc.server import Endpoint
 from actors.types import Answer, Dtype, Embedding, ItemPlan, Media, Reply, Timings, Work
 from router.dispatch import Dispatcher
 from router.metrics import RouterMetrics
@@ -37,9 +38,18 @@ class MemoryFleet:
         self.heard: Callable[[str, Work], None]
         self.metadata: dict[str, dict[str, Any]] = {}
         """What replicas say of themselves, where it is anything."""
+        self.nodes: dict[str, str] = {}
+        """Of replicas, where it matters."""
 
     def reports(self) -> Mapping[str, Replica]:
-        return {name: Replica(self.metadata.get(name, {}), 0) for name in self.replicas}
+        return {
+            name: Replica(
+                self.metadata.get(name, {}),
+                0,
+                Endpoint(node, "", "", "", "") if (node := self.nodes.get(name)) else None,
+            )
+            for name in self.replicas
+        }
 
     def near(self) -> Sequence[str]:
         return self.replicas

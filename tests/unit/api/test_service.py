@@ -6,6 +6,7 @@ import asyncio
 import threading
 from base64 import b64encode
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,19 @@ import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from actors.errors import ConfigError, DeadlineExceeded, InvalidOption, Overloaded, Unavailable
+from actors.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    InvalidMedia,
+    InvalidOption,
+    Overloaded,
+    Unavailable,
+)
 from actors.families.registry import read
 from actors.options import GraphOptions, PreprocessOptions, ReferenceOptions
 from actors.store.kept import Kept
 from actors.types import Answer, Dtype, Media
+from encoder_service.api.errors import AtItem
 from encoder_service.api.http import build
 from encoder_service.api.schema import RequestOptions, request_options
 from encoder_service.config import ServiceOptions
@@ -335,6 +344,27 @@ def test_an_id_whose_keeper_is_cut_off_is_not_waited_for(
     response = client(CutOff()).request(method, "/v1/embeddings/r.a")
     assert response.status_code == 504
     assert "not answered within 0.05 s: try again" in response.json()["error"]["message"]
+
+
+def test_ids_that_nobody_gets_do_not_delay_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class CutOff(Fleet):
+        async def encode(self, media: list[Media], *_: Any, **__: Any) -> list[Answer]:
+            return [replace(zeros(media[0]), reference="r.a"), InvalidMedia("torn")]
+
+        async def release(self, reference: str) -> None:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr("encoder_service.service.FETCH_SECONDS", 0.05)
+    monkeypatch.setattr("encoder_service.intake.limits.GRACE_SECONDS", 0.05)
+    items = [RequestItem("image", jpeg(64, 64), None)] * 2
+    options = RequestOptions(reference=True)
+
+    async def refused() -> None:
+        async with asyncio.timeout(5):
+            await service(CutOff()).encode(items, options, exchange(), freely)
+
+    with pytest.raises(AtItem):
+        asyncio.run(refused())
 
 
 def test_a_stream_that_stops_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,19 +6,20 @@ Stand-ins take the place of vLLM's parsers, which tests/engines/test_vllm_chat.p
 from __future__ import annotations
 
 import json
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from actors.errors import InvalidRequest
+from actors.errors import ConfigError, InvalidRequest
 from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.prompt import load_tokenizer, prompt
 from encoder_service.llm.schema import MOST_LEVELS, Finish, InvalidKey, Piece, ToolUse, parse
-from encoder_service.llm.tool_calls import ToolCalls
+from encoder_service.llm.tool_calls import ToolCalls, ToolParsers
 from tests.unit.llm.test_chat_service import CALL, HELLO, PATH, Replicas, client, events, nested
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
@@ -104,6 +105,32 @@ def test_tools_need_a_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the messages and tools are 1000" in refused.json()["error"]["message"]
     with pytest.raises(ValueError, match="tool_parser: only with engine: vllm"):
         LlmOptions(tool_parser="hermes")
+
+
+def test_what_a_template_may_show_counts_as_text() -> None:
+    result = {"role": "tool", "content": "abc", "tool_call_id": "12"}
+    for engine in ("vllm", "transformers"):
+        assert parse(HELLO | {"messages": [result] * 3}, engine).characters() == 15
+
+
+@pytest.mark.parametrize("error", [TypeError("no tokens"), ImportError("needs a package")])
+def test_a_parser_that_cannot_work_ends_the_start(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise error
+
+    modules: dict[str, dict[str, Any]] = {
+        "vllm": {},
+        "vllm.parser": {"ParserManager": SimpleNamespace(get_parser=refuse)},
+        "vllm.tokenizers": {},
+        "vllm.tokenizers.hf": {"get_cached_tokenizer": lambda one: one},
+        "vllm.tool_parsers": {"ToolParserManager": SimpleNamespace(list_registered=lambda: ["p"])},
+    }
+    for name, found in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**found))
+    with pytest.raises(ConfigError, match=rf"llm\.tool_parser is 'p': {error}"):
+        ToolParsers("p", None)
 
 
 @pytest.mark.parametrize(

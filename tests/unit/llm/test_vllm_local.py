@@ -23,7 +23,7 @@ from actors.engine.video_chunks import rows_of
 from actors.errors import EncodeFailed
 from actors.families.registry import read
 from actors.media.patchify import patchifier_of
-from actors.options import ModelOptions
+from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item, Size
 from tests.small_presets import write_small
@@ -531,6 +531,32 @@ def test_the_engines_memory_is_not_vllms(
     vllm.cache_config = SimpleNamespace(gpu_memory_utilization=0.9)
     vllm_local.open_encoder(vllm).close()
     assert vllm.cache_config.gpu_memory_utilization == pytest.approx(0.9 - 0.03 - 0.02)
+
+
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({}, 2),
+        ({"precision": "auto", "precision_file": "plan.json"}, 2),
+        ({"steps_per_doubling": 8}, 8),
+    ],
+)
+def test_the_engine_has_two_budgets_per_doubling_unless_others_are_given(
+    given: dict[str, Any], steps: int, connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    opened: list[ActorOptions] = []
+
+    def stub(options: ActorOptions, *_: object) -> StubEngine:
+        opened.append(options)
+        return StubEngine(spec)
+
+    monkeypatch.setattr(vllm_local, "open_engine", stub)
+    vllm_local.open_encoder(configured("qwen3vl-tiny", graphs=given)).close()
+    (options,) = opened
+    assert options.graphs.steps_per_doubling == steps
+    assert options.graphs.precision == given.get("precision", "bf16")
 
 
 def test_what_cannot_work_is_refused_at_start(

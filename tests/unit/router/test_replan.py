@@ -40,6 +40,26 @@ def test_an_item_that_kills_is_given_up_after_two_replicas() -> None:
     settled(test())
 
 
+def test_a_lost_node_is_not_blamed_on_an_item() -> None:
+    """Its replicas die at the same time, before anybody knows that the node is lost."""
+
+    async def only_d(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
+        if replica != "d":
+            raise ReplicaDied("the process exited")
+        return await well(replica, media, timeout_seconds)
+
+    async def test() -> Dispatcher:
+        fleet = MemoryFleet("abcd", only_d)
+        fleet.nodes = {**dict.fromkeys("abc", "lost"), "d": "other"}
+        router, _ = dispatcher(fleet)
+        for number in range(8):
+            assert right([item(number)], await collect(router, [item(number)]))
+        assert len(fleet.calls) < 16
+        return router
+
+    settled(test())
+
+
 def test_replicas_that_were_gone_before_they_had_the_item_do_not_speak_against_it() -> None:
     async def only_d(replica: str, media: list[Media], timeout_seconds: float) -> list[Answer]:
         if replica != "d":
