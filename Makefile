@@ -42,7 +42,8 @@ test-extended: setup
 # Tests embeddings, proxy and connector in vLLM itself, which has its own environment (CONTRIBUTING.md), then vLLM in our service.
 VLLM_PYTHON ?= .venv-vllm/bin/python
 vllm: setup
-	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine tests/engines/test_vllm.py
+	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine \
+		tests/engines/test_vllm.py tests/engines/test_vllm_rows.py
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(VLLM_PYTHON) -m pytest -m engine \
 		tests/engines/test_vllm_chat.py tests/engines/test_vllm_pixels.py
 
