@@ -1,4 +1,7 @@
-"""FP8 in every family that has it, with outlier channels as in trained vision transformers."""
+"""FP8 in every family that has it, with outlier channels as in trained vision transformers.
+
+Most families take part only with `pytest -m slow tests/unit/models/test_outliers.py`.
+"""
 
 from __future__ import annotations
 
@@ -114,10 +117,7 @@ def test_every_family_with_fp8_is_here() -> None:
 
 @pytest.mark.parametrize(
     "preset",
-    [
-        pytest.param(name, marks=[] if name in AT_ONCE else pytest.mark.extended)
-        for name in FAMILIES
-    ],
+    [pytest.param(name, marks=[] if name in AT_ONCE else pytest.mark.slow) for name in FAMILIES],
 )
 def test_layers_that_outliers_spoil_stay_in_bf16(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
