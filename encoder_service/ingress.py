@@ -129,6 +129,7 @@ class RouterBackend:
         self.own = own
         self.check_room = router.check_room
         self.release = router.release
+        self.release_all = router.release_all
         self.place = router.place
         self.precisions = router.precisions
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Protocol
 
 from actors.engine.budgets import model_capacity
@@ -69,6 +69,9 @@ class Backend(Protocol):
         """What is kept under an id, with its data as an array. Raises NotFound."""
 
     async def release(self, reference: str) -> None: ...
+
+    async def release_all(self, references: list[str]) -> None:
+        """Ignores errors: what is not released expires."""
 
     async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""
@@ -239,10 +242,11 @@ class Service:
         await deadline.keep(self.backend.release(reference))
 
     async def _release_all(self, answers: Sequence[Answer]) -> None:
-        """Releases the ids among the answers. Errors are ignored: what is not released expires."""
+        """Releases the ids among the answers, as far as their replicas can be reached in time."""
         references = [one.reference for one in answers if isinstance(one, Embedding)]
-        work = (self.release(one) for one in references if one)
-        await asyncio.gather(*work, return_exceptions=True)
+        deadline = Deadline(self.fetch_seconds, "let the ids expire")
+        with suppress(ServiceError):
+            await deadline.keep(self.backend.release_all(list(filter(None, references))))
 
     async def place(self, reference: str) -> RowsPlace:
         """Where the replica that keeps an id serves its rows. Raises NotFound."""

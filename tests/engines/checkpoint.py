@@ -109,15 +109,15 @@ def write_without_grids(folder: Path, family: str) -> None:
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     byte_tokenizer(extra_special_tokens=MARKS).save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHATML)
-    kind = {"processor_class": processor}
+    kind: dict[str, Any] = {"processor_class": processor}
     file = folder / "preprocessor_config.json"
     read: dict[str, Any] = json.loads(file.read_text()) | kind
     file.write_text(json.dumps(read | {"image_processor_type": images}))
     videos = read | {"video_processor_type": processor.replace("Processor", "VideoProcessor")}
     (folder / "video_preprocessor_config.json").write_text(json.dumps(videos))
-    settings |= {"image_token": SPECIAL[0], "video_token": SPECIAL[1], "patch_size": 14}
-    settings |= {"vision_aspect_ratio": aspect} if "onevision" in family else {}
-    (folder / "processor_config.json").write_text(json.dumps(settings | kind))
+    kind |= settings | {"image_token": SPECIAL[0], "video_token": SPECIAL[1], "patch_size": 14}
+    kind |= {"vision_aspect_ratio": aspect} if "onevision" in family else {}
+    (folder / "processor_config.json").write_text(json.dumps(kind))
 
 
 def write(folder: Path, family: str) -> None:

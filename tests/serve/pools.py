@@ -35,7 +35,7 @@ from tests.serve.checkpoint.test_parity import expected
 from tests.serve.nodes import Node, node_of, nodes
 from tests.serve.stand_in import within
 from tests.serve.test_manifests import deploy
-from tests.serve.three_nodes import PAUSE_SECONDS, outside, ready
+from tests.serve.three_nodes import PAUSE_SECONDS, nothing_lost, outside, ready
 from tests.serve.tiny import GRPC_PORT
 
 BUDGETS = {"l4": (16, 64), "h200": (16, 64, 256)}
@@ -173,11 +173,7 @@ def lose(victim: Node, left: Sequence[Node], known: dict[bytes, Rows]) -> None:
     worked = counted(back, "encoder_patches_total")["l4"]
     within(60, lambda: counted(back, "encoder_patches_total")["l4"] > worked)
     callers.stop()
-    for phase in (*phases, callers.phase):
-        taken = phase.latencies_seconds
-        print(f"{len(taken)} answers, {max(taken):.1f} s at most")
-        assert not phase.wrong, phase.wrong[:3]
-        assert not phase.failed, (phase.failed, phase.messages)
+    nothing_lost([*phases, callers.phase])
 
 
 if __name__ == "__main__":

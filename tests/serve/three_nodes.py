@@ -19,7 +19,7 @@ from encoder_service.app import build
 from encoder_service.bench.load import scrape
 from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
-from tests.chaos.callers import TOLERANCE, Callers
+from tests.chaos.callers import TOLERANCE, Callers, Phase
 from tests.chaos.faults import replicas
 from tests.chaos.sources import Rows, Source, from_outside, within_ray
 from tests.images import jpeg
@@ -155,12 +155,17 @@ def lose(
     phases.append(callers.next_phase())
     within(60, lambda: len(callers.phase.latencies_seconds) > 20)
     callers.stop()
-    for phase in (*phases, callers.phase):
+    nothing_lost([*phases, callers.phase])
+    victim.signal(signal.SIGKILL)
+
+
+def nothing_lost(phases: Sequence[Phase]) -> None:
+    """Fails for a request that failed or got wrong rows."""
+    for phase in phases:
         taken = phase.latencies_seconds
         print(f"{len(taken)} answers, {max(taken):.1f} s at most")
         assert not phase.wrong, phase.wrong[:3]
         assert not phase.failed, (phase.failed, phase.messages)
-    victim.signal(signal.SIGKILL)
 
 
 if __name__ == "__main__":

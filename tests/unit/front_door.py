@@ -71,6 +71,9 @@ class Fleet:
     async def release(self, reference: str) -> None:
         raise unknown(reference)
 
+    async def release_all(self, references: list[str]) -> None:
+        await asyncio.gather(*map(self.release, references), return_exceptions=True)
+
     async def place(self, reference: str) -> RowsPlace:
         raise unknown(reference)
 
