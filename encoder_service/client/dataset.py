@@ -124,6 +124,7 @@ async def encode_dataset(
     with locked(out):
         card = await caller.model()
         served = {key: card.get(key) for key in ("model", "revision", "weights")}
+        served["precision"] = card.get("graphs", {}).get("precision")
         chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
         skipped: dict[Path, str] = {}

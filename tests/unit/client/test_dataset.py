@@ -48,6 +48,8 @@ ROW_BYTES = 8
 class Caller:
     """Rows made of an item's bytes. Refuses b"bad"; does not come back from call `last`."""
 
+    precision = "bf16"
+
     def __init__(
         self, log: Path, last: int | None = None, kill: bool = False, bad: str = "invalid_request"
     ) -> None:
@@ -55,7 +57,8 @@ class Caller:
         self.calls = 0
 
     async def model(self) -> dict[str, Any]:
-        return {"model": "m", "revision": None, "weights": "checkpoint"}
+        graphs = {"precision": self.precision}
+        return {"model": "m", "revision": None, "weights": "checkpoint", "graphs": graphs}
 
     async def encode(
         self,
@@ -336,6 +339,14 @@ def test_a_second_run_into_a_folder_ends_at_once(folder: Path, tmp_path: Path) -
     assert second.calls == 0
     assert files(out) == files(whole)
     assert write(second, folder, out).resumed == 10, "the lock ends with the run"
+
+
+def test_a_folder_has_rows_of_one_precision(folder: Path, tmp_path: Path) -> None:
+    out, caller = tmp_path / "out", Caller(tmp_path / "log")
+    write(caller, folder, out)
+    caller.precision = "fp8"
+    with pytest.raises(ValueError, match="started with precision 'bf16', now it is 'fp8': use"):
+        write(caller, folder, out)
 
 
 def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(
