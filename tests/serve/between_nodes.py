@@ -23,7 +23,7 @@ SIZES_BYTES = (3_300_000, 67_000_000)
 READERS = 8
 STORE_BYTES = 3 * READERS * max(SIZES_BYTES)
 """Enough that nothing waits for room."""
-WARM_UPS, REPEATS = 3, 12
+WARM_UPS, REPEATS = 1, 4
 PLACES = ("here", "there")
 
 

@@ -1,7 +1,8 @@
 """An image that an encoder on one node has encoded is a hit for an encoder on another node, also
 after the first node is lost. Run by test_several_nodes.py.
 
-The shared cache is in a folder, then in Redis if that is installed.
+The shared cache is in Redis, or in a folder if Redis is not installed. tests/unit/store tests both,
+and two encoders that share a folder.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from shutil import which
 from ray import serve
 from redis import Redis, RedisError
 
+from encoder_service.app import build
 from encoder_service.bench.cluster import free_ports
 from encoder_service.bench.load import scrape
 from encoder_service.client import Client, Embedding
@@ -26,7 +28,6 @@ from tests.images import jpeg
 from tests.serve.head_restart import redis_server
 from tests.serve.nodes import Node, node_of, nodes
 from tests.serve.stand_in import within
-from tests.serve.test_manifests import deploy
 from tests.serve.three_nodes import ready
 from tests.serve.tiny import GRPC_PORT
 from tests.serve.wide import wide
@@ -45,38 +46,32 @@ def main() -> None:
     os.environ.update(RAY_health_check_period_ms="1000")
     with (
         tempfile.TemporaryDirectory() as name,
-        # A worker has room for one encoder. The head has none, and stays.
-        nodes({"num_cpus": 0}, {"num_cpus": 3}, {"num_cpus": 3}) as (_, first, second),
+        # Each has room for one encoder. The second is the cluster's head, which stays.
+        nodes({"num_cpus": 3}, {"num_cpus": 3}) as (second, first),
     ):
-        folder = Path(name)
-        url, entries = in_folder(folder)
-        serve_with(folder, url, [first, second])
-        hits(first, second, entries)
-        if which("redis-server"):
-            within(60, lambda: ready(second) == 1)
-            first = first.again()
-            within(60, lambda: all(ready(one) == 2 for one in (first, second)))
-            serve.delete("encoder")
-            with in_redis(folder) as (url, entries):
-                serve_with(folder, url, [first, second])
-                hits(first, second, entries)
+        folder, redis = Path(name), bool(which("redis-server"))
+        with in_redis() if redis else in_folder(folder) as (url, entries):
+            serve_with(folder, url, [first, second])
+            hits(first, second, entries)
+        if redis:
             started = time.monotonic()
             assert encode(second, LATER).source == "graph"
             assert encode(second, READ_BEFORE[0]).source == "graph"
             print(f"two images after Redis ended: {time.monotonic() - started:.1f} s")
         else:
-            print("no redis-server: only a folder was tried")
+            print("no redis-server: a folder was tried")
     print("all nodes did their part")
 
 
-def in_folder(folder: Path) -> tuple[str, Entries]:
-    return f"file://{folder}/cache", lambda: len(list(folder.glob("cache/*/*")))
+@contextmanager
+def in_folder(folder: Path) -> Iterator[tuple[str, Entries]]:
+    yield f"file://{folder}/cache", lambda: len(list(folder.glob("cache/*/*")))
 
 
 @contextmanager
-def in_redis(folder: Path) -> Iterator[tuple[str, Entries]]:
+def in_redis() -> Iterator[tuple[str, Entries]]:
     (port,) = free_ports(1)
-    with redis_server(folder, port) as password:
+    with tempfile.TemporaryDirectory() as folder, redis_server(Path(folder), port) as password:
         url = f"redis://:{password}@127.0.0.1:{port}/0"
         client = Redis.from_url(url)
         within(10, lambda: listens(client))
@@ -92,26 +87,22 @@ def listens(client: Redis) -> bool:
 
 def serve_with(folder: Path, url: str, found: list[Node]) -> None:
     """Deploys an encoder on each node, without caches of their own."""
-    application = {
-        "name": "encoder",
-        "import_path": "encoder_service.app:build",
-        "args": {
-            "model": wide(folder).model_dump(),
-            "encoder": {
-                "num_gpus": 0,
-                "num_cpus": 2,
-                "device": "cpu",
-                "health_check_period_seconds": 1,
-                "drain_timeout_seconds": 2,
-            },
-            "graphs": {"token_budgets": [16, 64]},
-            "cache": {"shared": {"url": url}},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
+    args = {
+        "model": wide(folder).model_dump(),
+        "encoder": {
+            "replicas": 2,
+            "num_gpus": 0,
+            "num_cpus": 2,
+            "device": "cpu",
+            "health_check_period_seconds": 1,
+            "drain_timeout_seconds": 2,
         },
-        "deployments": [{"name": name, "num_replicas": 2} for name in ("Encoder", "Ingress")],
+        "graphs": {"token_budgets": [16, 64]},
+        "cache": {"shared": {"url": url}},
+        "router": {"num_cpus": 0.1},
+        "ingress": {"replicas": 2, "num_cpus": 0.1, "grpc_port": GRPC_PORT},
     }
-    deploy({"applications": [application]})
+    serve.run(build(args), name="encoder", route_prefix="/")
     within(60, lambda: all(ready(one) == 2 for one in found))
     assert {node_of(one) for one in replicas("Encoder")} == {one.id for one in found}
 

@@ -51,7 +51,7 @@ def cluster() -> Iterator[Cluster]:
         http_options={"host": "127.0.0.1", "port": http_port},
     )
     # `serve.run` and `serve.delete` would look once a second whether they are done.
-    client.CLIENT_POLLING_INTERVAL_S = 0.1
+    client.CLIENT_POLLING_INTERVAL_S = 0.25
     metrics = f"http://127.0.0.1:{metrics_port}/metrics"
     logs = Path(home, "ray", "session_latest", "logs", "serve")
     yield Cluster(f"http://127.0.0.1:{http_port}", f"127.0.0.1:{GRPC_PORT}", logs, metrics)

@@ -32,9 +32,9 @@ from tests.processes import process
 from tests.serve.nodes import Node, connect, nodes
 from tests.serve.stand_in import within
 from tests.serve.test_manifests import deploy
-from tests.serve.three_nodes import GRPC, IMAGES, options, outside, ready
+from tests.serve.three_nodes import GRPC, IMAGES, PAUSE_SECONDS, options, outside, ready
 
-AWAY_SECONDS = 30.0
+AWAY_SECONDS = 20.0
 PAGES = ("/healthz", "/readyz", "/v1/model", "/v1/status", "/metrics")
 
 
@@ -105,7 +105,9 @@ def lose(head: Node, workers: Sequence[Node]) -> None:
         known = known_files(client, IMAGES)
     before, address = processes(), ray.get_runtime_context().gcs_address
     by_id = [partial(from_outside, one.http, reference=True) for one in workers]
-    callers = Callers([*outside(*workers), partial(from_outside, GRPC), *by_id], known)
+    callers = Callers(
+        [*outside(*workers), partial(from_outside, GRPC), *by_id], known, PAUSE_SECONDS
+    )
     callers.start()
 
     def phase(name: str, may_fail: Collection[str] = ()) -> None:

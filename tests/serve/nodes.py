@@ -57,7 +57,7 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
         os.environ["RAY_SERVE_WORKER_PROXY_HTTP_PORT"] = str(port)
         os.environ.update(ha_proxy(f"{os.environ['RAY_TMPDIR']}/{port}", most_files))
         options = {"object_store_memory": STORE_BYTES} | options
-        node = cluster.add_node(include_dashboard=False, **options)
+        node = cluster.add_node(include_dashboard=False, include_log_monitor=False, **options)
         (raylet,) = node.all_processes["raylet"]
         again = partial(add, port, options)
         end = partial(cluster.remove_node, node, allow_graceful=False)
@@ -71,9 +71,11 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
     )
     try:
         yield found
-        serve.shutdown()
     finally:
         ray.shutdown()
+        for process in family(os.getpid())[1:]:  # Serve would first let every replica drain
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
         cluster.shutdown()
 
 

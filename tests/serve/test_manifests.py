@@ -52,7 +52,7 @@ def deploy(document: dict[str, Any]) -> None:
             return
         assert status is None or status.status != ApplicationStatus.DEPLOY_FAILED, status.message
         assert monotonic() < deadline, status
-        sleep(0.2)
+        sleep(0.5)  # each look takes time from the controller
 
 
 def changed_while_it_runs(cluster: Cluster, document: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from encoder_service import Client
 from tests.images import jpeg
 from tests.processes import ours
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import TOKEN, running
+from tests.serve.tiny import ARGS, TOKEN, running
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]  # starts two services
 
@@ -35,7 +35,8 @@ def test_rows_are_those_of_threads_and_a_killed_process_costs_nothing(cluster: C
     files = [jpeg(84, 60), jpeg(300, 200), jpeg(128, 256)]
     rows = []
     for options in ({"threads": 2}, {"processes": 2}):
-        with running("processes", preprocess=options), Client(cluster.http, token=TOKEN) as client:
+        sections = {"encoder": ARGS["encoder"] | {"replicas": 1}, "preprocess": options}
+        with running("processes", **sections), Client(cluster.http, token=TOKEN) as client:
             found = [*client.encode(files), *client.encode([jpeg(100, 50)])]
             assert bool(processes()) == ("processes" in options)
             for each in processes():

@@ -29,7 +29,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> Non
     pair = Pair(write(tmp_path), features, loaded(tmp_path, "float32"), tmp_path)
     args: dict[str, Any] = {
         "model": {"id": str(tmp_path), "dtype": "float32"},
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
         "router": {"num_cpus": 0.1},
         "ingress": {"num_cpus": 0.1},
     }
@@ -51,7 +51,7 @@ def test_vectors_of_photographs_and_texts(cluster: Cluster, tmp_path: Path) -> N
     model = write_clip_texts(tmp_path)
     args: dict[str, Any] = {
         "model": {"id": str(tmp_path), "dtype": "float32", "output": "vector"},
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
         "preprocess": {"processes": 1},
         "router": {"num_cpus": 0.1},
         "ingress": {"num_cpus": 0.1},

@@ -28,7 +28,7 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
     pair = Pair(write_deepseek_ocr(tmp_path), loaded(tmp_path, "float32"), tmp_path)
     args: dict[str, Any] = {
         "model": {"id": str(tmp_path), "dtype": "float32"},
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
         "graphs": {"global_token_budgets": [20, 60], "local_token_budgets": [0, 36, 81]},
         "router": {"num_cpus": 0.1},
         "ingress": {"num_cpus": 0.1},
