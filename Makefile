@@ -62,9 +62,9 @@ lint: setup
 bench: setup
 	tests/loopback $(BIN)/encoder-service bench serve --config $(CONFIG)
 
-# Minutes of load while parts of the service die. Prints the outcome of the requests.
+# Minutes of load while parts of the service die. Prints the outcome of the requests. On two nodes: `make chaos NODES=2`.
 chaos: setup
-	tests/loopback $(BIN)/python -m tests.chaos
+	tests/loopback $(BIN)/python -m tests.chaos $(NODES:%=--nodes %)
 
 # Watches the memory of a service under load, for example `make soak-service SECONDS=300`.
 soak-service: setup

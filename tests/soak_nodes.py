@@ -16,9 +16,8 @@ import threading
 import time
 from argparse import ArgumentParser
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -27,26 +26,23 @@ from tests.serve.test_several_nodes import RAY
 
 os.environ.update(RAY)  # before Ray is imported
 
-import httpx
 from ray import serve
 from rich.console import Console
 from rich.table import Table
 
 from actors.media import decode_worker
 from encoder_service.app import build
-from encoder_service.bench.cluster import Cluster
 from encoder_service.client import Client
 from encoder_service.config import parse
 from tests.chaos import __main__ as chaos
 from tests.chaos.callers import Callers, Phase, known_files
-from tests.chaos.faults import ENCODERS, FAULTS, Recovered
-from tests.chaos.sources import from_outside, within_ray
+from tests.chaos.faults import ENCODERS, Recovered
+from tests.chaos.nodes import NODE_KILLED, TwoNodes
 from tests.processes import Clocks, command, family, status
 from tests.serve.nodes import Node, nodes
 from tests.serve.object_store import used
 from tests.serve.stand_in import within
-from tests.serve.three_nodes import GRPC, IMAGES, options, ready
-from tests.serve.tiny import GRPC_PORT
+from tests.serve.three_nodes import IMAGES, options
 from tests.soak_service import MOST_GROWTH, growth, private_bytes
 
 MINUTE = 60.0
@@ -55,8 +51,6 @@ BEFORE_SECONDS = 10.0
 PAUSE_SECONDS = 2.0
 """Pause between two requests of a caller."""
 SAMPLE_SECONDS = 10.0
-AWAY_SECONDS = 20.0
-"""Time from the loss of a node until it is started again."""
 OLD_SECONDS = 1200.0
 """Minimum age of a process whose growth counts, because it warms up in its first minutes."""
 MOST_FILES = 10
@@ -164,45 +158,20 @@ def living() -> list[int]:
     return found
 
 
-class Faults:
-    """Injects faults. Each method returns once its fault is in place, as in
-    tests/chaos/faults.py."""
+class Faults(TwoNodes):
+    """The faults of `make chaos` that are over soon, and one more."""
 
-    def __init__(self, found: list[Node], random: Random) -> None:
-        """`found`: the first node, which is never lost, and the second."""
-        self.nodes = found
+    def __init__(self, found: Sequence[Node], random: Random) -> None:
+        super().__init__(found)
         self.random = random
-        self.where = Cluster(found[0].http, GRPC_PORT)
         chosen = ("an encoder is killed", "an ingress is killed", "the router is killed")
-        self.named: dict[str, Callable[[], Recovered]] = {
-            **{name: partial(FAULTS[name], self.where) for name in chosen},
-            "a decoder process is killed": self.kill_decoder,
-            "a node is killed": self.kill_node,
-        }
-
-    def strike(self, name: str) -> float | None:
-        """Returns the seconds until the service had recovered; None: it did not."""
-        struck = time.monotonic()
-        recovered = self.named[name]()
-        return chaos.until(lambda: recovered() and self.ready(), struck)
+        self.named = {name: self.named[name] for name in (*chosen, NODE_KILLED)}
+        self.named["a decoder process is killed"] = self.kill_decoder
 
     def kill_decoder(self) -> Recovered:
         before = decoders()
         os.kill(self.random.choice(before), signal.SIGKILL)
         return lambda: len(decoders()) == len(before)
-
-    def kill_node(self) -> Recovered:
-        """Starts another node in its place after a while."""
-        self.nodes[1].signal(signal.SIGKILL)
-        time.sleep(AWAY_SECONDS)
-        self.nodes[1] = self.nodes[1].again()
-        return lambda: True
-
-    def ready(self) -> bool:
-        """Whether the ingresses behind both proxies may give work to all encoders."""
-        with suppress(httpx.HTTPError, ValueError):
-            return all(ready(node) == ENCODERS for node in self.nodes)
-        return False
 
 
 def decoders() -> list[int]:
@@ -217,16 +186,11 @@ def soak(
     made = parse(options(folder).model_dump() | sections)
     serve.run(build(made.model_dump()), name="encoder", route_prefix="/")
     within(120, faults.ready)
-    first, second = (node.http for node in faults.nodes)
+    first = faults.where.http
     with Client(first) as client:
         known = known_files(client, IMAGES)
     empty = used().bytes
-    sources = [
-        *(partial(from_outside, url) for url in (first, second, GRPC)),
-        *(partial(from_outside, url, reference=True) for url in (first, second)),
-        partial(within_ray, made),
-    ]
-    callers = Callers(sources, known, PAUSE_SECONDS)
+    callers = Callers(faults.sources(made), known, PAUSE_SECONDS)
     phases: dict[str, list[Phase]] = defaultdict(lambda: [Phase(), Phase(), Phase()])
     recoveries: dict[str, list[float | None]] = defaultdict(list)
     watch.start()
@@ -236,7 +200,8 @@ def soak(
         name = faults.random.choice(sorted(faults.named))
         time.sleep(BEFORE_SECONDS)
         parts = [callers.next_phase()]
-        recoveries[name].append(faults.strike(name))
+        struck = time.monotonic()
+        recoveries[name].append(chaos.until(faults.strike(name), struck))
         parts.append(callers.next_phase())
         time.sleep(max(BEFORE_SECONDS, begun + MINUTE - time.monotonic()))
         parts.append(callers.next_phase())
@@ -262,8 +227,7 @@ def soak(
         slowest = None if None in times else max(filter(None, times))
         rows.append(chaos.row(name, slowest, *parts))
         rows[-1]["fault"] += f", {len(times)} times"
-        if name == "a node is killed":  # callers of the other node keep their connections
-            rows[-1]["wrong"] += [one for one in rows[-1]["messages"] if first in one]
+        rows[-1]["wrong"] += faults.spared(name, rows[-1]["messages"])
     return rows, left
 
 
@@ -281,7 +245,7 @@ def main() -> int:
             Path(home, name).mkdir()
         os.environ.update(RAY_TMPDIR=home, TMPDIR=f"{home}/tmp")
         with nodes({"num_cpus": 5}, {"num_cpus": 5}) as found:
-            faults = Faults(list(found), Random(given.seed))
+            faults = Faults(found, Random(given.seed))
             rows, left = soak(Path(home, "model"), faults, watch, given.seconds)
         left["processes"] = chaos.rest(lambda: len(living()) - 1)
         left["socket directories"] = max(0, len(os.listdir(f"{home}/tmp")) - SOCKETS)

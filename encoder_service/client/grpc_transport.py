@@ -126,11 +126,15 @@ class GrpcTransport:
             async for message in call:
                 chunk, ((item, data),) = unpacked(pb.EncodeChunk, message)
                 head = head or document_of(chunk)
-                found = items.setdefault(item.index, item_document(item))
-                rows.setdefault(item.index, []).append(data)
+                if item.index not in items:
+                    items[item.index], rows[item.index] = item_document(item), []
+                elif item.index not in rows:
+                    problem = f"item {item.index} comes twice in the service's stream"
+                    raise ServiceError("invalid_response", problem)
+                rows[item.index].append(data)
                 if not chunk.last:
                     continue
-                found["data"] = b"".join(rows.pop(item.index))
+                items[item.index]["data"] = b"".join(rows.pop(item.index))
                 for name, value in document_of(chunk.timings).items():
                     timings[name] = max(value, timings.get(name, 0.0))
         if rows or not items:

@@ -1,8 +1,8 @@
 """`make chaos`: a real service under load while its parts die. Exits with 1 if a promise is broken.
 
-Promises: every answer is right and in order; no request fails but for those whose own connection or
-ingress was killed; afterwards nothing is outstanding, the object store is as it was, and row memory
-is empty.
+Promises: every request is answered, right and in order; none fails but for those whose own
+connection, ingress or id was lost; afterwards every replica is back, nothing is outstanding, the
+object stores are as they were, and row memory is empty.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,25 +25,30 @@ from rich.console import Console
 from rich.table import Table
 
 from actors.options import GraphOptions, ImagesKwargs
-from encoder_service.bench.cluster import cluster, logical_cpus, service
+from encoder_service.bench.cluster import Cluster, cluster, logical_cpus, service
 from encoder_service.bench.load import scrape
 from encoder_service.client import Client
 from encoder_service.config import ServiceOptions, parse
-from tests.chaos.callers import GPU_TOLERANCE, TOLERANCE, Callers, Phase, known_files
-from tests.chaos.faults import ENCODERS, FAULTS, GPU_FAULTS
-from tests.chaos.sources import sources
+from tests.chaos.callers import GPU_TOLERANCE, IMAGES, TOLERANCE, Callers, Phase, known_files
+from tests.chaos.faults import ENCODERS, FAULTS, GPU_FAULTS, Recovered, replicas
+from tests.chaos.nodes import NODE_KILLED, Traffic, TwoNodes, two_nodes
+from tests.chaos.sources import Source, sources
+from tests.serve import three_nodes
+from tests.serve.nodes import node_of
 from tests.serve.object_store import used
+from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
-FRONT_DOOR = {"connection", "http_error", "internal"}
+FRONT_DOOR = {"connection", "http_error", "internal", "fetch: http_error", "fetch: internal"}
 LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
     "an encoder is killed": LOST_IDS,
+    "an encoder hangs": LOST_IDS,
     "a GPU context is lost": LOST_IDS,
     "an ingress is killed": FRONT_DOOR,
-    "a node is killed": FRONT_DOOR | LOST_IDS,
+    NODE_KILLED: FRONT_DOOR | LOST_IDS,
     "the proxy is killed": {"connection"},
     "the router is killed": {"connection"},
     "decoding stalls": {"overloaded", "Overloaded"},
@@ -52,6 +60,24 @@ another encoder has its place, or with 504 if rows of over a megabyte were being
 OUTSTANDING, ROW_MEMORY = "encoder_router_outstanding_patches", "encoder_row_memory_bytes"
 FOLDER = TemporaryDirectory()  # for the model; removed when the process ends
 STORE_BYTES, GPU_STORE_BYTES = 400_000_000, 4_000_000_000
+PAUSE_SECONDS = 0.3
+"""On two nodes, of a caller between two requests, on average: without, callers would slow down the
+start of what replaces the dead."""
+LEAST_SHARE = 0.25
+"""Of the bytes of items on two nodes, over TCP as well as over sockets."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A running service and its load."""
+
+    where: Cluster
+    faults: Mapping[str, Callable[[], Recovered]]
+    sources: Sequence[Source]
+    images: Sequence[bytes]
+    pause_seconds: float = 0
+    tolerance: float = TOLERANCE
+    nodes: TwoNodes | None = None
 
 
 def main() -> int:
@@ -60,51 +86,132 @@ def main() -> int:
     parser.add_argument(
         "--seconds", type=float, default=5, help="of load before each fault and after"
     )
-    every = {**FAULTS, **GPU_FAULTS}
-    parser.add_argument("--only", nargs="*", choices=list(every), help="some of the faults")
-    parser.add_argument(
+    every = [*FAULTS, *GPU_FAULTS, NODE_KILLED]
+    parser.add_argument("--only", nargs="*", choices=every, help="some of the faults")
+    machine = parser.add_mutually_exclusive_group()
+    machine.add_argument(
         "--gpus", type=int, default=0, help="on which the three encoders run a tower at full size"
+    )
+    machine.add_argument(
+        "--nodes", type=int, choices=(1, 2), default=1, help="of Ray, over which the service runs"
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     console = Console(width=150)
-    made = on_gpus(options.gpus) if options.gpus else hardy()
-    faults = options.only or (every if options.gpus else FAULTS)
-    store_bytes = GPU_STORE_BYTES if options.gpus else STORE_BYTES
-    rows: list[dict[str, Any]] = []
-    with cluster(logical_cpus(made), object_store_bytes=store_bytes) as where, service(made, where):
-        with Client(where.http) as client:
-            known = known_files(client)
-        before_bytes = used().bytes
-        tolerance = GPU_TOLERANCE if options.gpus else TOLERANCE
-        callers = Callers(sources(where, made), known, tolerance=tolerance)
+    phases: list[tuple[str, float | None, Phase, Phase, Phase]] = []
+    never = ""
+    with both_nodes() if options.nodes == 2 else one_node(options.gpus) as place:
+        url = place.where.http
+        with Client(url) as client:
+            known = known_files(client, place.images)
+        before_bytes, before_replicas = used().bytes, placed()
+        traffic = Traffic(url)
+        callers = Callers(place.sources, known, place.pause_seconds, place.tolerance)
         callers.start()
-        for name in faults:
+        for name in options.only or place.faults:
             console.print(f"{name} ...")
-            callers.next_phase()
             time.sleep(options.seconds)
             before = callers.next_phase()
+            traffic.look()
             started = time.monotonic()
-            seconds = until(every[name](where), started)
+            seconds = until(place.faults[name](), started)
             during = callers.next_phase()
             time.sleep(options.seconds)
-            rows.append(row(name, seconds, before, during, callers.next_phase()))
-        callers.stop()
-        left = rest(lambda: total(where.http, OUTSTANDING))
-        lent = rest(lambda: total(where.http, ROW_MEMORY))
-        kept = rest(lambda: max(0, used().bytes - before_bytes))
+            phases.append((name, seconds, before, during, callers.next_phase()))
+        try:
+            callers.stop()
+        except RuntimeError as error:
+            never = str(error)
+        phases[-1][-1].add(callers.phase)
+        traffic.look()
+        left = {
+            "patches outstanding": rest(lambda: total(url, OUTSTANDING)),
+            "bytes in the object stores": rest(lambda: max(0, used().bytes - before_bytes)),
+            "bytes in row memory": rest(lambda: total(url, ROW_MEMORY)),
+            "replicas missing": rest(lambda: before_replicas.total() - placed().total()),
+        }
+        after_replicas = placed()
+    rows = [row(*each) for each in phases]
+    for each in rows:
+        if place.nodes:
+            each["wrong"] += place.nodes.spared(each["fault"], each["messages"])
     console.print(table(rows))
+    console.print(f"at the end: {', '.join(f'{much:g} {name}' for name, much in left.items())}")
     console.print(
-        f"outstanding patches at the end: {left:g}; bytes left in the store: {kept:g}, in row "
-        f"memory: {lent:g}"
+        f"replicas on each node: {numbers(before_replicas)}; at the end: {numbers(after_replicas)}"
+    )
+    console.print(f"between routers and encoders: {traffic}")
+    right, failed = sum(sum(each["right"]) for each in rows), sum(map(failures, rows))
+    wrong = sum(len(each["wrong"]) for each in rows)
+    console.print(
+        f"{right} requests answered right, {failed} failed, {wrong} wrong; "
+        f"{never or 'none without an answer'}"
     )
     if options.json:
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     broken = [one["fault"] for one in rows if one["wrong"] or one["broken"]]
-    broken += ["patches left"] * bool(left) + ["store not empty"] * bool(kept)
-    broken += ["row memory not empty"] * bool(lent)
+    broken += [name for name, amount in left.items() if amount] + [never] * bool(never)
+    share = traffic.remote_share("items")
+    # Of few faults it may be lower: while a node is away, everything stays on the other one.
+    if place.nodes and not options.only and not LEAST_SHARE < share < 1 - LEAST_SHARE:
+        broken.append("too little over TCP, or over sockets")
     console.print(f"[red]broken: {', '.join(broken)}" if broken else "every promise held")
     return 1 if broken else 0
+
+
+@contextmanager
+def one_node(gpus: int) -> Iterator[Place]:
+    """On one node."""
+    made = on_gpus(gpus) if gpus else hardy()
+    faults = {**FAULTS, **GPU_FAULTS} if gpus else FAULTS
+    with (
+        cluster(logical_cpus(made), GPU_STORE_BYTES if gpus else STORE_BYTES) as where,
+        service(made, where),
+    ):
+        named = {name: partial(fault, where) for name, fault in faults.items()}
+        tolerance = GPU_TOLERANCE if gpus else TOLERANCE
+        yield Place(where, named, sources(where, made), IMAGES, tolerance=tolerance)
+
+
+@contextmanager
+def both_nodes() -> Iterator[Place]:
+    """On two nodes, each with an ingress."""
+    made = three_nodes.options(Path(FOLDER.name))
+    made = made.model_copy(update={"cache": hardy().cache})
+    with two_nodes() as pair, service(made, pair.where):
+        within(RECOVERY_SECONDS, pair.ready)
+        faults = {name: partial(pair.strike, name) for name in pair.named}
+        yield Place(
+            pair.where,
+            faults,
+            pair.sources(made),
+            three_nodes.IMAGES,
+            PAUSE_SECONDS,
+            nodes=pair,
+        )
+
+
+def failures(row: Mapping[str, Any]) -> int:
+    """How many requests failed as a whole."""
+    return sum(count for kind, count in row["failed"].items() if not kind.startswith("item: "))
+
+
+def placed() -> Counter[tuple[str, str]]:
+    """How many replicas of each deployment each node has."""
+    return Counter(
+        (deployment, node_of(replica))
+        for deployment in ("Encoder", "Ingress", "Router")
+        for replica in replicas(deployment)
+    )
+
+
+def numbers(found: Counter[tuple[str, str]]) -> str:
+    """For people."""
+    sorts = sorted({deployment for deployment, _ in found})
+    return ", ".join(
+        f"{sort} {' + '.join(str(count) for (one, _), count in found.items() if one == sort)}"
+        for sort in sorts
+    )
 
 
 def hardy() -> ServiceOptions:

@@ -64,10 +64,12 @@ class Callers:
         self.pause_seconds = pause_seconds
         self.tolerance = tolerance
         self.phase = Phase()
+        self.unanswered: set[int] = set()
+        """Callers whose request has not been answered yet."""
         self._stop = threading.Event()
         self._threads = [
-            threading.Thread(target=self._call, args=(source, Random(seed)), daemon=True)
-            for seed, source in enumerate(sources)
+            threading.Thread(target=self._call, args=(source, number), daemon=True)
+            for number, source in enumerate(sources)
         ]
 
     def start(self) -> None:
@@ -81,29 +83,35 @@ class Callers:
         return ended
 
     def stop(self) -> None:
-        """Waits for the last answers. Raises RuntimeError for one that never comes."""
+        """Waits for the last answers. Raises RuntimeError for one that never comes, also because
+        its caller has ended."""
         self._stop.set()
+        end = time.monotonic() + 180
         for thread in self._threads:
-            thread.join(timeout=180)
-            if thread.is_alive():
-                raise RuntimeError("a request was never answered")
+            thread.join(timeout=max(0, end - time.monotonic()))
+        if self.unanswered:
+            raise RuntimeError(f"{len(self.unanswered)} requests were never answered")
 
-    def _call(self, source: Source, random: Random) -> None:
+    def _call(self, source: Source, number: int) -> None:
+        random = Random(number)
         with source() as encode:
             while not self._stop.wait(random.uniform(0, 2 * self.pause_seconds)):
                 files = random.choices([*self.known, BAD], k=random.randint(1, 5))
+                self.unanswered.add(number)
                 started = time.monotonic()
                 try:
                     answers = encode(files)
                 except Failed as error:
                     self.phase.failed[error.kind] += 1
                     self.phase.messages.add(str(error)[:300])
+                    self.unanswered.discard(number)
                     time.sleep(0.2)
                     continue
                 if problem := self._problem(files, answers):
                     self.phase.wrong.append(problem)
                 else:
                     self.phase.latencies_seconds.append(time.monotonic() - started)
+                self.unanswered.discard(number)
 
     def _problem(self, files: Sequence[bytes], answers: Sequence[Rows | str]) -> str | None:
         """What is wrong with the answers; None: nothing."""

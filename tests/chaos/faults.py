@@ -10,12 +10,14 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
 import ray
 import simplejpeg
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from encoder_service.bench.cluster import Cluster
 from tests.images import jpeg
@@ -74,23 +76,39 @@ def out_of_range(_: object) -> None:
 
 
 def proxy_killed(where: Cluster) -> Recovered:
-    """The process that listens: connections break, and new ones are refused for a while."""
+    """The process that listens: connections break, and new ones are refused for a while. On several
+    nodes: the one on this node."""
+    own = ray.get_runtime_context().get_node_id()
     (name,) = (
         each["name"]
         for each in ray.util.list_named_actors(all_namespaces=True)
-        if "SERVE_PROXY_ACTOR" in each["name"]
+        if "SERVE_PROXY_ACTOR" in each["name"] and each["name"].endswith(own)
     )
     os.kill(process(name), signal.SIGKILL)
     return lambda: ready(where)
 
 
 def store_filled(where: Cluster) -> Recovered:
-    """Somebody else takes most of the object store for a while."""
-    total = int(ray.cluster_resources()["object_store_memory"])
-    held = [ray.put(np.zeros(total // 10, np.uint8)) for _ in range(8)]
+    """Somebody else takes most of each node's object store for a while."""
+    fill: Any = ray.remote(filled)
+    ray.get(
+        [
+            fill.options(
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+            ).remote(int(node["Resources"]["object_store_memory"]))
+            for node in ray.nodes()
+            if node["Alive"]
+        ]
+    )
+    return lambda: ready(where)
+
+
+def filled(store_bytes: int) -> None:
+    """Runs on each node."""
+    held = [ray.put(np.zeros(store_bytes // 10, np.uint8)) for _ in range(8)]
     time.sleep(FILL_SECONDS)
     held.clear()
-    return lambda: ready(where)
 
 
 def clients_leave(where: Cluster) -> Recovered:
@@ -122,7 +140,8 @@ def decoding_stalls(where: Cluster) -> Recovered:
     files = [("image", image + bytes([number])) for number in range(LARGE_IMAGES)]
     smallest = {"options": '{"dtype": "float8_e4m3"}'}
     answer = httpx.post(f"{where.http}/v1/encode", files=files, data=smallest, timeout=120)
-    answer.raise_for_status()
+    if answer.status_code != 504:  # its deadline of 60 s, on a machine that is busy otherwise
+        answer.raise_for_status()
     return lambda: ready(where)
 
 

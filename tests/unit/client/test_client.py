@@ -178,16 +178,22 @@ def client(protocol: str, server: Server) -> Iterator[Client]:
         grpc_server.stop(None).wait()
 
 
-@pytest.mark.parametrize("ends", ["before its first item", "within an item"])
-def test_a_stream_that_is_cut_off_is_no_response(server: Server, ends: str) -> None:
-    class Cut(Servicer):
+@pytest.mark.parametrize("ends", ["before its first item", "within an item", "after it came twice"])
+def test_a_stream_without_each_item_once_is_no_response(server: Server, ends: str) -> None:
+    class Wrong(Servicer):
         def EncodeStream(self, request: Any, context: Any) -> Iterator[Any]:
-            first, *_ = super().EncodeStream(request, context)
-            return iter([first] if ends == "within an item" else [])
+            first, last = super().EncodeStream(request, context)
+            return iter(
+                {
+                    "before its first item": [],
+                    "within an item": [first],
+                    "after it came twice": [first, last, first, last],
+                }[ends]
+            )
 
     with ThreadPoolExecutor(2) as pool:
         grpc_server = grpc.server(pool)
-        add_EncoderServicer_to_server(Cut(server), grpc_server)
+        add_EncoderServicer_to_server(Wrong(server), grpc_server)
         port = grpc_server.add_insecure_port("127.0.0.1:0")
         grpc_server.start()
         with Client(f"grpc://127.0.0.1:{port}") as client, pytest.raises(ServiceError) as caught:
