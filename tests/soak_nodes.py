@@ -244,7 +244,7 @@ def main() -> int:
         for name in ("ray", "tmp", "model"):
             Path(home, name).mkdir()
         os.environ.update(RAY_TMPDIR=home, TMPDIR=f"{home}/tmp")
-        with nodes({"num_cpus": 5}, {"num_cpus": 5}) as found:
+        with nodes({"num_cpus": 5}, {"num_cpus": 5}, drains=True) as found:
             faults = Faults(found, Random(given.seed))
             rows, left = soak(Path(home, "model"), faults, watch, given.seconds)
         left["processes"] = chaos.rest(lambda: len(living()) - 1)

@@ -22,8 +22,8 @@ from actors.kernels.gemm.fp8 import LARGEST
 
 CAPABILITY = (9, 0)
 FEWEST_KEYS = {64: 15376, 72: 8160, 80: 8160}
-"""The shortest segments in FP8, by head size. Shorter ones stay in 16 bits: at the next shorter
-length of BENCHMARKS.md, FP8 was not faster if quantising is included, or was not measured."""
+"""The shortest segments in FP8, by head size. Chosen on an H100 (docs/history/benchmarks.md), where
+FP8 with quantising was not faster at the next shorter length."""
 STEPS = 63
 """How many e4m3 codes a score of 1 is."""
 OCTAVE = 0.126953125

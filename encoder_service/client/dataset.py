@@ -124,7 +124,9 @@ async def encode_dataset(
     with locked(out):
         card = await caller.model()
         served = {key: card.get(key) for key in ("model", "revision", "weights")}
-        served["precision"] = card.get("graphs", {}).get("precision")
+        precision = card.get("graphs", {}).get("precision", "auto")
+        if precision != "auto":  # then no encoder has said which one it has
+            served["precision"] = precision
         chosen = {key: value for key, value in asdict(options).items() if key != "concurrency"}
         manifest = await asyncio.to_thread(Manifest, out, served | chosen)
         skipped: dict[Path, str] = {}
@@ -392,8 +394,8 @@ class Manifest:
         if settings is None or not lines:
             self.shards = lines[1:]
             return
-        for key in {**self.settings, **settings}:
-            before, now = self.settings.get(key), settings.get(key)
+        for key in self.settings.keys() & settings.keys():
+            before, now = self.settings[key], settings[key]
             if before != now:
                 raise ValueError(
                     f"{self.path}: was started with {key} {before!r}, now it is {now!r}: use "

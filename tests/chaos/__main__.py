@@ -58,6 +58,7 @@ place, over gRPC INTERNAL ("internal"; an error of ours would be "internal_error
 answers that were lost. The ids that a lost encoder kept are answered with 503, with 404 once
 another encoder has its place, or with 504 if rows of over a megabyte were being read."""
 OUTSTANDING, ROW_MEMORY = "encoder_router_outstanding_patches", "encoder_row_memory_bytes"
+NO_CACHE = {"max_bytes": 0}
 FOLDER = TemporaryDirectory()  # for the model; removed when the process ends
 STORE_BYTES, GPU_STORE_BYTES = 400_000_000, 4_000_000_000
 PAUSE_SECONDS = 0.3
@@ -97,6 +98,9 @@ def main() -> int:
     )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    here = [*FAULTS, *(GPU_FAULTS if options.gpus else ()), *[NODE_KILLED] * (options.nodes > 1)]
+    if missing := set(options.only or ()) - set(here):
+        parser.error(f"--only: {', '.join(missing)} needs --gpus or --nodes 2")
     console = Console(width=150)
     phases: list[tuple[str, float | None, Phase, Phase, Phase]] = []
     never = ""
@@ -128,7 +132,7 @@ def main() -> int:
             "patches outstanding": rest(lambda: total(url, OUTSTANDING)),
             "bytes in the object stores": rest(lambda: max(0, used().bytes - before_bytes)),
             "bytes in row memory": rest(lambda: total(url, ROW_MEMORY)),
-            "replicas missing": rest(lambda: before_replicas.total() - placed().total()),
+            "replicas missing": rest(lambda: before_replicas.total() - len(replicas_of_all())),
         }
         after_replicas = placed()
     rows = [row(*each) for each in phases]
@@ -136,7 +140,7 @@ def main() -> int:
         if place.nodes:
             each["wrong"] += place.nodes.spared(each["fault"], each["messages"])
     console.print(table(rows))
-    console.print(f"at the end: {', '.join(f'{much:g} {name}' for name, much in left.items())}")
+    console.print(f"at the end: {', '.join(f'{much:,.0f} {one}' for one, much in left.items())}")
     console.print(
         f"replicas on each node: {numbers(before_replicas)}; at the end: {numbers(after_replicas)}"
     )
@@ -176,8 +180,7 @@ def one_node(gpus: int) -> Iterator[Place]:
 @contextmanager
 def both_nodes() -> Iterator[Place]:
     """On two nodes, each with an ingress."""
-    made = three_nodes.options(Path(FOLDER.name))
-    made = made.model_copy(update={"cache": hardy().cache})
+    made = parse(three_nodes.options(Path(FOLDER.name)).model_dump() | {"cache": NO_CACHE})
     with two_nodes() as pair, service(made, pair.where):
         within(RECOVERY_SECONDS, pair.ready)
         faults = {name: partial(pair.strike, name) for name in pair.named}
@@ -198,15 +201,15 @@ def failures(row: Mapping[str, Any]) -> int:
 
 def placed() -> Counter[tuple[str, str]]:
     """How many replicas of each deployment each node has."""
-    return Counter(
-        (deployment, node_of(replica))
-        for deployment in ("Encoder", "Ingress", "Router")
-        for replica in replicas(deployment)
-    )
+    return Counter((deployment, node_of(replica)) for deployment, replica in replicas_of_all())
+
+
+def replicas_of_all() -> list[tuple[str, str]]:
+    return [(one, each) for one in ("Encoder", "Ingress", "Router") for each in replicas(one)]
 
 
 def numbers(found: Counter[tuple[str, str]]) -> str:
-    """For people."""
+    """Such as "Encoder 2 + 1": how many replicas each node has."""
     sorts = sorted({deployment for deployment, _ in found})
     return ", ".join(
         f"{sort} {' + '.join(str(count) for (one, _), count in found.items() if one == sort)}"
@@ -229,7 +232,7 @@ def hardy() -> ServiceOptions:
             },
             "router": {"num_cpus": 0.1, "replicas": 2},
             "ingress": {"num_cpus": 0.1, "replicas": 2},
-            "cache": {"max_bytes": 0},
+            "cache": NO_CACHE,
         }
     )
 

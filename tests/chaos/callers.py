@@ -89,7 +89,7 @@ class Callers:
         end = time.monotonic() + 180
         for thread in self._threads:
             thread.join(timeout=max(0, end - time.monotonic()))
-        if self.unanswered:
+        if self.unanswered or any(thread.is_alive() for thread in self._threads):
             raise RuntimeError(f"{len(self.unanswered)} requests were never answered")
 
     def _call(self, source: Source, number: int) -> None:

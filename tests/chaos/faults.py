@@ -140,7 +140,7 @@ def decoding_stalls(where: Cluster) -> Recovered:
     files = [("image", image + bytes([number])) for number in range(LARGE_IMAGES)]
     smallest = {"options": '{"dtype": "float8_e4m3"}'}
     answer = httpx.post(f"{where.http}/v1/encode", files=files, data=smallest, timeout=120)
-    if answer.status_code != 504:  # its deadline of 60 s, on a machine that is busy otherwise
+    if answer.status_code != 504:  # the deadline of 60 s, on a machine that is busy otherwise
         answer.raise_for_status()
     return lambda: ready(where)
 

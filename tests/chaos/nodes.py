@@ -69,9 +69,7 @@ class TwoNodes:
 
     def ready(self) -> bool:
         """Whether the ingresses behind both proxies may give work to all encoders."""
-        with suppress(httpx.HTTPError, ValueError):
-            return all(ready(node) == ENCODERS for node in self.nodes)
-        return False
+        return all(ready(node) == ENCODERS for node in self.nodes)
 
     def sources(self, options: ServiceOptions) -> list[Source]:
         """Callers by value, by id and by handle."""
@@ -82,7 +80,8 @@ class TwoNodes:
         ]
 
     def spared(self, name: str, messages: Sequence[str]) -> list[str]:
-        """The failures of callers that talk to the proxy of the node that was not struck."""
+        """The lost connections to the proxy of the node that was not struck. Only these name their
+        proxy."""
         struck = {NODE_KILLED: 1, "the proxy is killed": 0}
         if name not in struck:
             return []

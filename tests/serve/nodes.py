@@ -45,9 +45,12 @@ class Node:
 
 
 @contextmanager
-def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Sequence[Node]]:
+def nodes(
+    *wanted: dict[str, Any], proxies: str = "EveryNode", drains: bool = False
+) -> Iterator[Sequence[Node]]:
     """A cluster, with this process on its first node. `wanted`: CPUs and resources of each node,
-    and its `object_store_memory` if that is not STORE_BYTES."""
+    and its `object_store_memory` if that is not STORE_BYTES. `drains`: Serve ends by itself, which
+    takes about ten seconds; otherwise all children of this process are killed."""
     cluster = Cluster()
     ports = free_ports(len(wanted))
     most_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -63,17 +66,19 @@ def nodes(*wanted: dict[str, Any], proxies: str = "EveryNode") -> Iterator[Seque
         end = partial(cluster.remove_node, node, allow_graceful=False)
         return Node(node.node_id, raylet.process.pid, f"http://127.0.0.1:{port}", again, end)
 
-    found = [add(port, options) for port, options in zip(ports, wanted, strict=True)]
-    connect(cluster.address)
-    serve.start(
-        proxy_location=proxies,
-        http_options={"host": "127.0.0.1", "port": ports[0]},
-    )
     try:
+        found = [add(port, options) for port, options in zip(ports, wanted, strict=True)]
+        connect(cluster.address)
+        serve.start(
+            proxy_location=proxies,
+            http_options={"host": "127.0.0.1", "port": ports[0]},
+        )
         yield found
+        if drains:
+            serve.shutdown()
     finally:
         ray.shutdown()
-        for process in family(os.getpid())[1:]:  # Serve would first let every replica drain
+        for process in [] if drains else family(os.getpid())[1:]:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         cluster.shutdown()

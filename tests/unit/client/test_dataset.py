@@ -347,6 +347,8 @@ def test_a_folder_has_rows_of_one_precision(folder: Path, tmp_path: Path) -> Non
     caller.precision = "fp8"
     with pytest.raises(ValueError, match="started with precision 'bf16', now it is 'fp8': use"):
         write(caller, folder, out)
+    caller.precision = "auto"  # no encoder has said yet
+    assert write(caller, folder, out).resumed == 10
 
 
 def test_a_run_that_was_killed_goes_on_and_encodes_no_finished_shard_twice(
