@@ -26,8 +26,9 @@ from tests.serve.stand_in import BIG, BIG_BYTES, encoders, item, right, routed, 
 LITTLE_BYTES = 2**20
 """More than Ray and Serve themselves have in the object stores."""
 NUMBERS = count(1000)
-MEGABITS = 150
-"""Of the slow network, a second."""
+MEGABITS = 200
+"""Of the slow network, a second: somewhat more than SLOW_BYTES_PER_SECOND, because Ray pauses, and
+the machine may be busy."""
 
 
 def main() -> None:
@@ -125,7 +126,7 @@ def slowly(router: DeploymentHandle) -> None:
     if [name for _, name in socket.if_nameindex()] != ["lo"] or not which("tc"):
         print("the network was not slowed down: that needs tests/loopback and tc")
         return
-    media = [item(next(NUMBERS), 100, BIG) for _ in range(50)]
+    media = [item(next(NUMBERS), 100, BIG) for _ in range(60)]
     asked: list[list[Media]] = []
 
     async def encode(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
