@@ -41,7 +41,8 @@ from tests.serve.wide import WIDTH, wide
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
-FRONT_DOOR = {"connection", "http_error", "internal", "fetch: http_error", "fetch: internal"}
+FRONT_DOOR = {"connection", "http_error", "internal"}
+FRONT_DOOR |= {"fetch: http_error", "fetch: internal", "fetch: unavailable"}
 LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
     "an encoder is killed": LOST_IDS,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ def from_outside(url: str, reference: bool = False) -> Iterator[Encode]:
             try:
                 answers = client.encode(files, "float32", on_error="return", reference=reference)
                 if reference:
-                    answers = [fetched(client, each) for each in answers]
+                    answers = all_fetched(client, answers)
             except ServiceError as error:
                 raise failed(error) from error
             return [
@@ -66,23 +66,28 @@ def from_outside(url: str, reference: bool = False) -> Iterator[Encode]:
         yield encode
 
 
-def fetched(client: Client, kept: Received | ServiceError) -> Received | ServiceError:
-    """The rows of an id, which the service then forgets."""
-    if isinstance(kept, ServiceError):
-        return kept
+def all_fetched(
+    client: Client, kept: Sequence[Received | ServiceError]
+) -> list[Received | ServiceError]:
+    """The rows of ids, which the service then forgets, even if one cannot be fetched."""
+    ids = [each.reference for each in kept if isinstance(each, Received)]
     try:
-        found = client.fetch(kept.reference)
-        client.release(kept.reference)
+        rows = {each: client.fetch(each) for each in ids}
     except ServiceError as error:
         raise failed(error, "fetch: ") from error
-    return found
+    finally:
+        for each in ids:
+            with suppress(ServiceError):
+                client.release(each)
+    return [rows[each.reference] if isinstance(each, Received) else each for each in kept]
 
 
 def failed(error: ServiceError, call: str = "") -> Failed:
     """Of a call of the client."""
     if error.type == "deadline_exceeded" and error.status is None:
         return Failed("never answered", str(error))
-    lost = error.status in (None, "UNAVAILABLE")
+    # Over gRPC, UNAVAILABLE is a lost connection, or the service's answer that an id is lost.
+    lost = error.status is None or (error.status == "UNAVAILABLE" and not call)
     return Failed("connection" if lost else call + error.type, str(error))
 
 
