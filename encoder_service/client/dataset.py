@@ -394,9 +394,10 @@ class Manifest:
         if settings is None or not lines:
             self.shards = lines[1:]
             return
-        for key in self.settings.keys() & settings.keys():
-            before, now = self.settings[key], settings[key]
-            if before != now:
+        for key in {**self.settings, **settings}:
+            before, now = self.settings.get(key), settings.get(key)
+            unknown = key == "precision" and None in (before, now)
+            if before != now and not unknown:
                 raise ValueError(
                     f"{self.path}: was started with {key} {before!r}, now it is {now!r}: use "
                     "another folder"

@@ -41,8 +41,8 @@ from tests.serve.wide import WIDTH, wide
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""
-FRONT_DOOR = {"connection", "http_error", "internal"}
-FRONT_DOOR |= {"fetch: http_error", "fetch: internal", "fetch: unavailable"}
+FETCHES = {"fetch: http_error", "fetch: internal", "fetch: unavailable"}
+FRONT_DOOR = {"connection", "http_error", "internal"} | FETCHES
 LOST_IDS = {"fetch: unavailable", "fetch: not_found", "fetch: deadline_exceeded"}
 MAY_FAIL = {
     "an encoder is killed": LOST_IDS,

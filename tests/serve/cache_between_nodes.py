@@ -28,9 +28,7 @@ from tests.images import jpeg
 from tests.serve.head_restart import redis_server
 from tests.serve.nodes import Node, node_of, nodes
 from tests.serve.stand_in import within
-from tests.serve.three_nodes import ready
-from tests.serve.tiny import GRPC_PORT
-from tests.serve.wide import wide
+from tests.serve.three_nodes import options, ready
 
 READ_BEFORE, READ_AFTER = [jpeg(64, 64), jpeg(256, 256)], [jpeg(96, 96), jpeg(224, 256)]
 """Read by the other node before and after the first one is lost. One of each has rows over a
@@ -87,21 +85,7 @@ def listens(client: Redis) -> bool:
 
 def serve_with(folder: Path, url: str, found: list[Node]) -> None:
     """Deploys an encoder on each node, without caches of their own."""
-    args = {
-        "model": wide(folder).model_dump(),
-        "encoder": {
-            "replicas": 2,
-            "num_gpus": 0,
-            "num_cpus": 2,
-            "device": "cpu",
-            "health_check_period_seconds": 1,
-            "drain_timeout_seconds": 2,
-        },
-        "graphs": {"token_budgets": [16, 64]},
-        "cache": {"shared": {"url": url}},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"replicas": 2, "num_cpus": 0.1, "grpc_port": GRPC_PORT},
-    }
+    args = options(folder, 2).model_dump() | {"cache": {"shared": {"url": url}}}
     serve.run(build(args), name="encoder", route_prefix="/")
     within(60, lambda: all(ready(one) == 2 for one in found))
     assert {node_of(one) for one in replicas("Encoder")} == {one.id for one in found}

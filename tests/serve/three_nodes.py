@@ -40,13 +40,14 @@ KNOWN: dict[bytes, Rows] = {}
 """The rows of each image."""
 
 
-def options(folder: Path) -> ServiceOptions:
-    """An encoder takes two CPUs. A node has room for one, or for two after a loss."""
+def options(folder: Path, count: int = 3) -> ServiceOptions:
+    """`count`: of encoders, and of ingresses. An encoder takes two CPUs. A node has room for one,
+    or for two after a loss."""
     return parse(
         {
             "model": wide(folder).model_dump(),
             "encoder": {
-                "replicas": 3,
+                "replicas": count,
                 "num_gpus": 0,
                 "num_cpus": 2,
                 "device": "cpu",
@@ -55,7 +56,7 @@ def options(folder: Path) -> ServiceOptions:
             },
             "graphs": {"token_budgets": [16, 64]},
             "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1, "replicas": 3, "grpc_port": GRPC_PORT},
+            "ingress": {"num_cpus": 0.1, "replicas": count, "grpc_port": GRPC_PORT},
         }
     )
 
