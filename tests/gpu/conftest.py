@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -48,6 +49,12 @@ def captured(request: pytest.FixtureRequest) -> Iterator[Captured]:
     yield Captured(tower, reference, limits, graphs, device, metrics, used_bytes)
     graphs.clear()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True)
+def _alone(request: pytest.FixtureRequest) -> None:
+    if request.node.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("measures the whole GPU: run it without -n, as `-m 'gpu and alone'`")
 
 
 @pytest.fixture

@@ -96,6 +96,7 @@ def test_rows_on_the_host_never_change_again(captured: Captured) -> None:
         assert relative_error(after, expected) < 2e-2
 
 
+@pytest.mark.alone
 def test_memory_beyond_the_weights(captured: Captured) -> None:
     used = captured.metrics.registry.get_sample_value("encoder_graph_memory_bytes")
     assert used is not None

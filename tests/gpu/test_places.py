@@ -177,6 +177,7 @@ def show(what: str, taken: list[float]) -> None:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("case", CASES)
 def test_rows_are_copied_from_another_process(case: str, tmp_path: Path) -> None:
     keeper, consumer = CASES[case]

@@ -40,6 +40,7 @@ def sliced() -> Device:
     return open_device("cuda", SLICE_SECONDS)
 
 
+@pytest.mark.alone
 def test_slices_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if one layer takes twice as long as a slice."""
     whole, parts = cuda(), sliced()
@@ -70,6 +71,7 @@ def test_slices_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(seconds) < 1.5 * SLICE_SECONDS
 
 
+@pytest.mark.alone
 def test_steps_are_held_up_for_one_slice_each() -> None:
     device = sliced()
     made = tower(device.device)
