@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from actors.rpc.server import DIRECTORY_PREFIX
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
 from encoder_service.config import ServiceOptions
@@ -241,6 +243,19 @@ def test_rows_are_copied_from_the_encoders_memory_or_received(engines: Engines) 
         assert after["http_total"] == 0
 
 
+def test_rows_are_received_over_tcp_where_the_encoders_sockets_are_not(engines: Engines) -> None:
+    if engines.family != "qwen2_vl" or os.getuid():
+        pytest.skip("for one family, as root")
+    expected = {name: answer(engines.whole, [shown(one) for one in FILES[name]]) for name in FILES}
+    with elsewhere(engines) as url:
+        for name in FILES:
+            kept = engines.client.encode(FILES[name], dtype="float32", reference=True)
+            assert_same(answer(url, parts(kept)), expected[name])
+        found = metrics(url)
+    different = {file for files in FILES.values() for file in files}
+    assert found["tcp_total"] == found["loaded_total"] == len(different)
+
+
 @pytest.mark.parametrize("prefixes", ["without", "with"])
 def test_an_image_that_comes_again_is_fetched_once(engines: Engines, prefixes: str) -> None:
     """With and without vLLM's prefix cache, whose blocks here have 128 tokens."""
@@ -298,6 +313,24 @@ def cached(engines: Engines) -> Iterator[str]:
         "enable_prefix_caching": None,
     }
     with vllm(PYTHON, engines.folder, "cached", **options) as url:
+        yield url
+
+
+@contextmanager
+def elsewhere(engines: Engines) -> Iterator[str]:
+    """URL of a vLLM like that of `language`, but as in another container: empty directories hide
+    the encoders' unix sockets."""
+    hide = f"for each in {gettempdir()}/{DIRECTORY_PREFIX}*; do mount -t tmpfs none $each; done"
+    python = engines.folder / "elsewhere.sh"
+    python.write_text(
+        f"""#!/bin/sh\nexec unshare --mount sh -c '{hide}; exec {PYTHON} "$@"' sh "$@"\n"""
+    )
+    python.chmod(0o700)
+    options = {
+        "limit_mm_per_prompt": NONE,
+        "ec_transfer_config": CONNECTOR | {"ec_connector_extra_config": {"url": engines.encoder}},
+    }
+    with vllm(str(python), engines.folder, "elsewhere", **options) as url:
         yield url
 
 
