@@ -61,7 +61,7 @@ def stamp(path: Path) -> object:
         found = path.stat()
     except OSError:
         return None
-    return found.st_mtime_ns, found.st_ino, found.st_size
+    return found.st_ctime_ns, found.st_ino, found.st_size  # ctime: chmod changes it, too
 
 
 def digests(path: Path) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from actors.errors import DeadlineExceeded, EncodeFailed, InvalidRequest, TooLarge, Unavailable
+from actors.errors import DeadlineExceeded, EncodeFailed, InvalidRequest, Unavailable
 from encoder_service.api.auth import Tokens
 from encoder_service.api.errors import TABLE, Fault, error_response, fault, request_id_of
 from encoder_service.api.upload import read_body
@@ -34,7 +34,7 @@ from encoder_service.client import AsyncClient, Embedding, ServiceError
 from encoder_service.client.items import ProcessorOptions
 from encoder_service.config import AuthOptions, LimitOptions
 from encoder_service.engines.vllm import GRIDS
-from encoder_service.intake.limits import Buffered, Take
+from encoder_service.intake.limits import Buffered, Take, check_items
 from encoder_service.wire.formats import WireError, check_json, from_base64, read_json
 
 log = logging.getLogger(__name__)
@@ -161,9 +161,7 @@ class Proxy:
         found = await asyncio.to_thread(images_of, document)
         if not found:
             return body
-        most = self.limits.max_items
-        if len(found) > most:
-            raise TooLarge(f"{len(found)} images in one request: at most {most}")
+        check_items(len(found), self.limits)
         if self.by_id:
             await self.check_by_id()
         try:
@@ -319,19 +317,30 @@ def kinds_of(part: Json) -> set[Any]:
 
 def refuse_ready_made(request: Any) -> None:
     """Raises InvalidRequest if the request has embeddings, because vLLM may crash on wrong ones."""
-    left = [("", request)]
+    # A path is a chain of (its beginning, the rest): as strings, the paths of a million values
+    # under one long key would fill the memory.
+    left: list[tuple[Any, Any]] = [((), request)]
     while left:
         where, one = left.pop()
         if isinstance(one, list):
-            left += [(f"{where}[{i}]", each) for i, each in enumerate(one)]
+            left += [((where, f"[{i}]"), each) for i, each in enumerate(one)]
         if not isinstance(one, dict):
             continue
         for kind in kinds_of(one) - {None}:
             if kind.endswith("_embeds") or kind in READY_MADE:
                 raise InvalidRequest(
-                    f"{where or 'the body'}: {kind} is not accepted by this proxy; send images"
+                    f"{path_of(where) or 'the body'}: {kind} is not accepted by this proxy; "
+                    "send images"
                 )
-        left += [(f"{where}.{key}".lstrip("."), each) for key, each in one.items()]
+        left += [((where, f".{key}"), each) for key, each in one.items()]
+
+
+def path_of(where: Any) -> str:
+    keys = []
+    while where:
+        where, key = where
+        keys.append(key)
+    return "".join(reversed(keys)).lstrip(".")
 
 
 def source_of(part: Json, where: str) -> bytes | str:
@@ -380,14 +389,15 @@ def check_other(body: bytes) -> None:
 
 
 def refusal(problem: Exception, request_id: str) -> Response:
-    found = of_encoder(problem) if isinstance(problem, ServiceError) else None
-    found = found or fault(problem, request_id)
+    found = passed_on(problem, request_id)
     return error_response(found, found.openai_document())
 
 
-def of_encoder(problem: ServiceError) -> Fault | None:
-    """The encoder service's error for the client; None for errors that are the proxy's fault."""
-    row = next((row for row in TABLE.values() if row.type == problem.type), None)
-    if row is None or row.type in ("unauthorized", "not_found"):
-        return None
-    return Fault(row, problem.message, problem.item, problem.retry_after_seconds)
+def passed_on(problem: Exception, request_id: str) -> Fault:
+    """The error for the client. The encoder service's own errors are passed on, except those that
+    are the proxy's fault."""
+    if isinstance(problem, ServiceError) and problem.type not in ("unauthorized", "not_found"):
+        for row in TABLE.values():
+            if row.type == problem.type:
+                return Fault(row, problem.message, problem.item, problem.retry_after_seconds)
+    return fault(problem, request_id)

@@ -35,12 +35,12 @@ from actors.errors import (
     Overloaded,
     Unavailable,
 )
-from encoder_service.api.errors import error_response, fault, request_id_of
+from encoder_service.api.errors import error_response, request_id_of
 from encoder_service.api.upload import read_body
-from encoder_service.client import AsyncClient, Embedding, ServiceError
+from encoder_service.client import AsyncClient, Embedding
 from encoder_service.client.items import read_items
 from encoder_service.config import LimitOptions
-from encoder_service.engines.openai_proxy import of_encoder
+from encoder_service.engines.openai_proxy import passed_on
 from encoder_service.intake.limits import Buffered
 from encoder_service.llm.schema import ImagePart, ImageUrl, VideoPart, VideoUrl, item, reason
 from encoder_service.wire.documents import RequestItem
@@ -245,7 +245,8 @@ class SglangEncoder:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{len(receivers.endpoints)} ranks of SGLang's scheduler named their sockets "
-                f"within {self.limits.timeout_seconds:g} s, fewer than it has"
+                f"within {self.limits.timeout_seconds:g} s, fewer than it has: if all of them run, "
+                "send the request again"
             ) from None
         try:
             async with asyncio.TaskGroup() as group:
@@ -384,7 +385,6 @@ def reference(module: str, name: str) -> bytes:
 
 def refusal(problem: Exception) -> Response:
     """An error as SGLang reads it."""
-    found = of_encoder(problem) if isinstance(problem, ServiceError) else None
-    found = found or fault(problem, request_id_of(None))
+    found = passed_on(problem, request_id_of(None))
     where = "" if found.item is None else f"mm_items[{found.item}]: "
     return error_response(found, {"status": "error", "message": where + found.message})

@@ -144,6 +144,7 @@ def check(embedding: Embedding) -> None:
         if rows != len(embedding.kept_rows):
             raise ValueError(f"{rows} rows, but {len(embedding.kept_rows)} kept_rows")
     elif family in GRIDS and rows * PATCHES_PER_TOKEN != math.prod(grid):
-        raise ValueError(f"a grid of {grid} patches gives {math.prod(grid) // 4} rows, not {rows}")
+        expected = math.prod(grid) // PATCHES_PER_TOKEN
+        raise ValueError(f"a grid of {grid} patches gives {expected} rows, not {rows}")
     if timed(embedding) and len(embedding.timestamps) != grid[0]:
         raise ValueError(f"{len(embedding.timestamps)} timestamps for {grid[0]} temporal groups")

@@ -319,11 +319,14 @@ class RowSource:
             self.offers.pop(reader, None)
 
     def _offer(self, reader: RowsReader, handle: MemoryHandle | None) -> OfferedMemory | None:
-        """None: the rows are in no memory, or the board has no free column."""
+        """None: the rows are in no memory, the board has no free column, or the connection was
+        lost."""
         if handle is None:
             return None
         with self.lock:
             if reader not in self.offers:
+                if not reader.alive:  # `_forget` would not remove what is added after it
+                    return None
                 taken = set(map(column, self.offered))
                 if len(taken) == COLUMNS:
                     return None

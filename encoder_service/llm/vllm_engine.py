@@ -89,9 +89,8 @@ def sampling_params(
 
     defaults: those of the checkpoint's generation_config.json.
     """
-    given = {name: getattr(sampling, name) for name in VllmParams.model_fields}
-    named = {name: value for name, value in given.items() if value is not None}
-    made = {**defaults, **{name: named[name] for name in named.keys() - RENAMED}}
+    given = {name: getattr(sampling, name) for name in VllmParams.model_fields.keys() - RENAMED}
+    made = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     made |= {"max_tokens": max_tokens, "stop": list(sampling.stop)}
     made["logprobs"] = sampling.top_logprobs if sampling.logprobs else None
     if not stream:

@@ -75,6 +75,19 @@ class Engines:
         return (self.folder / "local.log").read_text()
 
 
+def on_cpu(model: Path, **sections: Any) -> ServiceOptions:
+    """One encoder of a checkpoint."""
+    return ServiceOptions.model_validate(
+        {
+            "model": {"id": str(model), "dtype": "float32"},
+            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+            "router": {"num_cpus": 0.1},
+            "ingress": {"num_cpus": 0.1},
+            **sections,
+        }
+    )
+
+
 @pytest.fixture(scope="module", params=sorted(checkpoint.PROCESSORS))
 def engines(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -82,18 +95,8 @@ def engines(
     family = request.param
     folder = tmp_path_factory.mktemp(family)
     checkpoint.write(folder / "model", family)
-    options = ServiceOptions.model_validate(
-        {
-            "model": {"id": str(folder / "model"), "dtype": "float32"},
-            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1},
-            "references": {
-                "device_bytes": DEVICE_BYTES,
-                "ttl_seconds": UPSTREAM_TIMEOUT_SECONDS,  # for `proxy --by-id`
-            },
-        }
-    )
+    references = {"device_bytes": DEVICE_BYTES, "ttl_seconds": UPSTREAM_TIMEOUT_SECONDS}
+    options = on_cpu(folder / "model", references=references)  # the time is for `proxy --by-id`
     with ExitStack() as stack:
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
         stack.enter_context(service(options, where))

@@ -8,10 +8,18 @@ import pytest
 
 from encoder_service import Client
 from encoder_service.bench.cluster import cluster, logical_cpus, service
-from encoder_service.config import ServiceOptions
 from tests.engines import checkpoint
 from tests.engines.servers import vllm
-from tests.engines.test_vllm import FILES, PYTHON, TOLERANCE, answer, assert_same, parts, shown
+from tests.engines.test_vllm import (
+    FILES,
+    PYTHON,
+    TOLERANCE,
+    answer,
+    assert_same,
+    on_cpu,
+    parts,
+    shown,
+)
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
@@ -19,14 +27,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 @pytest.mark.parametrize("family", sorted(checkpoint.WITHOUT_GRIDS))
 def test_rows_without_a_grid_are_answered_as_the_images_are(family: str, tmp_path: Path) -> None:
     checkpoint.write_without_grids(tmp_path / "model", family)
-    options = ServiceOptions.model_validate(
-        {
-            "model": {"id": str(tmp_path / "model"), "dtype": "float32"},
-            "encoder": {"replicas": 1, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-            "router": {"num_cpus": 0.1},
-            "ingress": {"num_cpus": 0.1},
-        }
-    )
+    options = on_cpu(tmp_path / "model")
     kinds = ("one image", "two images", "a resized image")
     with (
         cluster(logical_cpus(options), object_store_bytes=400_000_000) as where,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from starlette.testclient import TestClient
@@ -11,6 +12,7 @@ from starlette.testclient import TestClient
 from actors.errors import ConfigError, Unauthorized
 from actors.families.registry import read
 from actors.options import ModelOptions
+from encoder_service.api import auth
 from encoder_service.api.auth import Tokens
 from encoder_service.api.http import build
 from encoder_service.config import AuthOptions, ServiceOptions
@@ -95,6 +97,21 @@ def test_a_file_of_tokens_is_read_again_when_it_changes(tmp_path: Path) -> None:
     tokens.authorize("Bearer two")
     with pytest.raises(Unauthorized):
         tokens.authorize()
+
+
+def test_a_file_of_tokens_is_read_again_once_it_may_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "token_sha256"
+    file.write_text(digest("one"))
+    tokens = Tokens(AuthOptions(token_sha256_file=str(file)))
+    with monkeypatch.context() as patched:  # root could read it
+        patched.setattr(auth, "digests", Mock(side_effect=ConfigError("cannot be read")))
+        file.write_text(digest("three"))
+        file.chmod(0)
+        tokens.authorize("Bearer one")
+    file.chmod(0o600)
+    tokens.authorize("Bearer three")
 
 
 @pytest.mark.parametrize("content", [None, "", "# none\n", "hunter2\n", f"{'0' * 63}\n"])

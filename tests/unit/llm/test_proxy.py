@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import socket
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -16,6 +17,7 @@ import torch
 from actors.errors import Overloaded
 from encoder_service import cli
 from encoder_service.client import AsyncClient
+from encoder_service.engines.openai_proxy import check_other
 from tests import vllm_rules
 from tests.images import jpeg
 from tests.unit.proxied import WIDTH, Distinct, Vllm, another_service, chat, image, listening, told
@@ -247,6 +249,17 @@ def test_embeddings_of_the_clients_own_are_refused(path: str, body: Any, where: 
         assert not vllm.requests
 
     told(story)
+
+
+def test_many_values_under_a_long_key_take_little_memory() -> None:
+    body = json.dumps({"k" * 50_000: [0] * 10_000}).encode()
+    tracemalloc.start()
+    try:
+        check_other(body)
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most_bytes < 50 * len(body)
 
 
 def test_a_key_of_its_own_is_asked_for_before_anything_is_encoded() -> None:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -1157,7 +1158,7 @@ def test_no_two_memories_share_a_column_of_the_board(
     monkeypatch.setattr(vllm_rows, "COLUMNS", 3)
     scheduler, _ = halves(encoders.url)
     source, handle = scheduler.source, encoders.memory.handle
-    readers: list[Any] = [object() for _ in range(9)]
+    readers: list[Any] = [Mock(alive=True) for _ in range(9)]
     first = source._offer(readers[0], handle)
     source.board[0, vllm_rows.column(first.number)] = vllm_rows.OPEN
     for reader in readers[1:7]:
@@ -1167,3 +1168,10 @@ def test_no_two_memories_share_a_column_of_the_board(
     assert source._is_open(first.number)
     assert [source._offer(reader, handle) is None for reader in readers[6:]] == [0, 0, 1]
     assert source._offer(readers[0], None) is None, "not where another id's rows are"
+
+
+def test_the_memory_of_a_lost_replica_is_not_offered(halves: Halves, encoders: Encoders) -> None:
+    """It would be offered for ever if the connection was forgotten just before."""
+    scheduler, _ = halves(encoders.url)
+    assert scheduler.source._offer(Mock(alive=False), encoders.memory.handle) is None
+    assert not scheduler.source.offers
