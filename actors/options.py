@@ -96,8 +96,9 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         names = known(kind, keys[:-1])
-        near = "".join(f". Did you mean {name}?" for name in get_close_matches(keys[-1], names, 1))
-        return f"{'.'.join(keys)}: no such key; known are {', '.join(names)}{near}"
+        near = elsewhere(kind, keys[-1]) or get_close_matches(keys[-1], names, 1)
+        meant = f". Did you mean {' or '.join(near)}?" if near else ""
+        return f"{'.'.join(keys)}: no such key; known are {', '.join(names)}{meant}"
     # pydantic adds the prefix to messages of validators.
     said = str(problem["msg"]).removeprefix("Value error, ")
     if keys:
@@ -115,10 +116,24 @@ def known(kind: type[Options], section: Sequence[str]) -> list[str]:
     for key in section:
         if key not in options.model_fields:  # an index of a list, or a key of a mapping
             continue
-        declared = options.model_fields[key].annotation
-        kinds = [one for one in (*get_args(declared), declared) if isinstance(one, type)]
-        options = next(one for one in kinds if issubclass(one, Options))
+        (options,) = sections(options, key)
     return sorted(options.model_fields)
+
+
+def sections(kind: type[Options], key: str) -> list[type[Options]]:
+    """The options that a key holds, if it is a section."""
+    declared = kind.model_fields[key].annotation
+    kinds = [one for one in (*get_args(declared), declared) if isinstance(one, type)]
+    return [one for one in kinds if issubclass(one, Options)]
+
+
+def elsewhere(kind: type[Options], name: str) -> list[str]:
+    """The keys of this name in all sections."""
+    found = [name] if name in kind.model_fields else []
+    for key in kind.model_fields:
+        for section in sections(kind, key):
+            found += [f"{key}.{each}" for each in elsewhere(section, name)]
+    return found
 
 
 class ImagesKwargs(Options):

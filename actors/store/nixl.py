@@ -86,7 +86,8 @@ def check_transport(transport: Transport) -> None:
     if transport == "nixl" and find_spec("nixl") is None:
         raise ConfigError(
             "encoder.transport is nixl, but the package nixl is not installed here: "
-            "pip install 'encoder-service[nixl]' on every node, or set it to shared_memory"
+            "pip install '.[nixl]' (in a clone of this repository) on every node, or set it to "
+            "shared_memory"
         )
 
 

@@ -186,7 +186,8 @@ def check_packages(kind: str) -> None:
     missing = [name for name in needed.get(kind, ["xxhash", "fsspec"]) if not find_spec(name)]
     if missing:
         raise ConfigError(
-            f"cache.shared needs {' and '.join(missing)}: pip install 'encoder-service[cache]'"
+            f"cache.shared needs {' and '.join(missing)}: pip install '.[cache]' (in a clone of "
+            "this repository)"
         )
 
 

@@ -133,7 +133,7 @@ def check_tracing(options: TracingOptions) -> None:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"tracing.export is {options.export}, but {module} is not installed: "
-                "pip install 'encoder-service[otel]', or set it to off"
+                "pip install '.[otel]' (in a clone of this repository), or set it to off"
             ) from error
 
 

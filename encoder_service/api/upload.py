@@ -156,7 +156,8 @@ def refusal(reason: str, limits: LimitOptions) -> InvalidRequest:
     """The parser's error, reworded if one of our limits caused it."""
     if reason.startswith("Too many files"):
         return TooLarge(
-            f"over {limits.max_items} files in one request (limits.max_items): send several"
+            f"over {limits.max_items} files in one request (limits.max_items): "
+            "send several requests"
         )
     if reason.startswith("Too many fields"):
         return InvalidRequest("the multipart body has several parts without a filename: send one")

@@ -73,7 +73,9 @@ def add_plot(parser: ArgumentParser) -> None:
 
 def plot_file(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise ArgumentTypeError("matplotlib is missing: pip install 'encoder-service[bench]'")
+        raise ArgumentTypeError(
+            "matplotlib is missing: pip install '.[bench]' (in a clone of this repository)"
+        )
     return output_file(text)
 
 

@@ -354,7 +354,7 @@ def add_answers(kinds: Any) -> None:
         run_answers,
         "time to first token and between tokens of vLLM servers, with and without our encoder",
         epilog="Needs vLLM in the same Python environment, unless only --url is given; with "
-        "--config, install 'encoder-service[vllm]'.",
+        "--config, install this package's extra `vllm`.",
     )
     parser.add_argument(
         "--model",

@@ -342,7 +342,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl, but the package nixl is not installed here; every encoder "
-            "node needs it: pip install 'encoder-service[nixl]'"
+            "node needs it: pip install '.[nixl]' (in a clone of this repository)"
         )
 
 

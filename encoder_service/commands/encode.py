@@ -83,7 +83,9 @@ def run(options: argparse.Namespace, console: Console) -> int:
     for path in options.paths:  # before anything is sent
         if not path.startswith("https://") and not (path and Path(path).exists()):
             url = "://" in path
-            reason = "only https URLs are accepted" if url else "there is no such file"
+            reason = "there is no such file"
+            if url:
+                reason = "only https URLs are accepted (the service's own goes into --url)"
             raise ConfigError(f"{path or repr(path)}: {reason}")
     try:
         return asyncio.run(write(options, console))

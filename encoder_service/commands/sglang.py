@@ -37,7 +37,9 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
     if find_spec("zmq") is None:
-        raise ConfigError("pyzmq is missing: pip install 'encoder-service[sglang]'")
+        raise ConfigError(
+            "pyzmq is missing: pip install '.[sglang]' (in a clone of this repository)"
+        )
     from encoder_service.engines.sglang_encoder import PRIVATE, SglangEncoder
 
     try:

@@ -98,7 +98,8 @@ def check_vllm(own: ModelOptions, files: Files, tower: ModelSpec) -> None:
     if find_spec("vllm") is None:
         raise ConfigError(
             "llm.engine is vllm, but the package vllm is not installed here: "
-            "pip install 'encoder-service[vllm]' on every node, or set it to transformers"
+            "pip install '.[vllm]' (in a clone of this repository) on every node, or set it to "
+            "transformers"
         )
     if isinstance(files, Preset):
         raise ConfigError(

@@ -125,6 +125,9 @@ short = Shortened().repr
 raise RecursionError for deeply nested lists."""
 
 
+CURLS_DEFAULT = "application/x-www-form-urlencoded"
+
+
 def is_file(content_type: str) -> bool:
     """Whether the body is one bare file, by its content type."""
     return content_type.lstrip().lower().startswith(tuple(f"{kind}/" for kind in KINDS))
@@ -142,8 +145,9 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
     elif media_type == JSON:
         document = read_json(body, MOST_VALUES)
     else:
+        default = "" if media_type != CURLS_DEFAULT else " (which curl sends unless -H sets it)"
         raise UnsupportedType(
-            f"content type {content_type!r} is not supported: send {JSON}, {MSGPACK}, "
+            f"content type {content_type!r}{default} is not supported: send {JSON}, {MSGPACK}, "
             "multipart/form-data, or one file as image/*, video/* or audio/*"
         )
     check_keys(document, {"items", "options"}, "the request")

@@ -201,7 +201,7 @@ def gzip_or_plain(body: bytes) -> bytes:
 def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("opentelemetry.exporter", "opentelemetry.exporter.otlp.proto.http"):
         monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(Exception, match=r"pip install 'encoder-service\[otel\]'"):
+    with pytest.raises(Exception, match=r"pip install '.\[otel\]'"):
         check_tracing(TracingOptions(export="otlp"))
     check_tracing(TracingOptions())
 

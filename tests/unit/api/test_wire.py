@@ -210,6 +210,7 @@ def test_frames_come_back_as_they_were_sent() -> None:
     ("body", "message"),
     [
         (b"{", "not JSON"),
+        (b"\xff\xd8\xff", "it is not text. A bare file needs its own content type"),
         (b"[" * 5_000, "not JSON"),
         (b"[]", "must be a map"),
         (b"{}", 'needs "items"'),

@@ -56,7 +56,10 @@ def test_encode_takes_no_other_urls(
     url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["encode", url, "--out", str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err == f"failed: {url}: only https URLs are accepted\n"
+    assert (
+        capsys.readouterr().err
+        == f"failed: {url}: only https URLs are accepted (the service's own goes into --url)\n"
+    )
 
 
 def test_encode_takes_fps_or_a_number_of_frames(capsys: pytest.CaptureFixture[str]) -> None:
