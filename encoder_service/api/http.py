@@ -31,6 +31,7 @@ from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS, WRITER
 ENCODE_PATH = "/v1/encode"
 PLAN_PATH = "/v1/plan"
 CHAT_PATH = "/v1/chat/completions"
+MODELS_PATH = "/v1/models"
 EMBEDDINGS_PATH = "/v1/embeddings"
 REFERENCE_PATH = "/v1/embeddings/{reference}"
 PLACE_PATH = "/v1/embeddings/{reference}/place"
@@ -48,17 +49,19 @@ GZIP_LEVEL = 1  # base64 shrinks by a quarter at any level
 async def http_exception(request: Request, error: HTTPException) -> Response:
     """Handles the framework's own errors: unknown routes, methods that are not allowed."""
     row, path, detail = row_of_status(error.status_code), request.url.path, error.detail
+    headers = dict(error.headers or {})
     if error.status_code == 404:
         detail = "no such path: /docs lists those of this service"
-        if own_path(request.scope) == CHAT_PATH:
+        if own_path(request.scope) in (CHAT_PATH, MODELS_PATH):
             detail = "this service has no language model: set `llm` in its configuration"
-    answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
-    answer.headers.update(error.headers or {})
-    if error.status_code == 405:
+    elif error.status_code == 405:
         # The framework lists only the methods of the path's first route.
         routes = (one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE)
         allowed = {method for one in routes for method in getattr(one, "methods", None) or ()}
-        answer.headers["allow"] = ", ".join(sorted(allowed))
+        headers["allow"] = ", ".join(sorted(allowed))
+        detail = f"this path takes {headers['allow']}"
+    answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
+    answer.headers.update(headers)
     return answer
 
 

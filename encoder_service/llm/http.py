@@ -26,7 +26,7 @@ from actors.spec.video import FRAMES_PER_GROUP, TotalPixels, retained_tokens
 from actors.telemetry.tracing import ORIGIN
 from actors.types import Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem, error_response, fault
-from encoder_service.api.http import CHAT_PATH
+from encoder_service.api.http import CHAT_PATH, MODELS_PATH
 from encoder_service.api.schema import schema
 from encoder_service.api.upload import read_body
 from encoder_service.config import LlmOptions
@@ -299,13 +299,13 @@ def add(app: FastAPI, service: Service, chat: ChatService) -> None:
         except Exception as problem:
             return refusal(problem, exchange, parsed.place if parsed else None)
 
-    @app.get("/v1/models")
+    @app.get(MODELS_PATH)
     async def list_models(request: Request) -> dict[str, Any]:
         """The language model that is served."""
         service.authorize(*request.headers.getlist("authorization"))
         return {"object": "list", "data": [entry]}
 
-    @app.get("/v1/models/{model:path}", response_model=None)
+    @app.get(MODELS_PATH + "/{model:path}", response_model=None)
     async def show_model(request: Request, model: str) -> dict[str, Any] | Response:
         """The language model of this name, which may contain slashes."""
         try:

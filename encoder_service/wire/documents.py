@@ -230,7 +230,9 @@ def check_keys(given: Document, known: set[str], where: str) -> None:
     """Raises WireError for an unknown key, which is most often a typo."""
     for key in given:
         if key not in known:
-            raise WireError(f"{where} has an unknown key {short(key)}; known are {sorted(known)}")
+            raise WireError(
+                f"{where} has an unknown key {short(key)}; known are {', '.join(sorted(known))}"
+            )
 
 
 def name_format(data: bytes) -> str | None:

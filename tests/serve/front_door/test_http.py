@@ -264,9 +264,11 @@ def test_routes_that_are_not_there(client: httpx.Client) -> None:
     missing = error(client.get("/v2/encode"), 404)
     assert missing["type"] == "not_found"
     assert "no such path: /docs lists" in missing["message"]
-    chat = error(client.post("/v1/chat/completions", json={}), 404)
-    assert "has no language model: set `llm`" in chat["message"]
-    assert error(client.get("/v1/encode"), 405)["type"] == "method_not_allowed"
+    for lost in (client.post("/v1/chat/completions", json={}), client.get("/v1/models")):
+        assert "has no language model: set `llm`" in error(lost, 404)["message"]
+    wrong = error(client.get("/v1/encode"), 405)
+    assert wrong["type"] == "method_not_allowed"
+    assert wrong["message"] == "GET /v1/encode: this path takes POST"
 
 
 def test_the_model(client: httpx.Client) -> None:
