@@ -83,3 +83,8 @@ class ConfigError(StartError):
 
 class CheckpointError(StartError):
     """Files or weights of a checkpoint are missing, unexpected, misshapen or unavailable."""
+
+
+def install(extra: str) -> str:
+    """How to install an extra of this package, which is not on PyPI."""
+    return f"pip install '.[{extra}]' (in a clone of this repository)"

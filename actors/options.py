@@ -6,7 +6,7 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
-from typing import Annotated, Any, Literal, Self, TypeVar, get_args
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -96,7 +96,7 @@ def sentence(kind: type[Options], problem: Mapping[str, Any]) -> str:
     keys = [str(part) for part in problem["loc"]]
     if problem["type"] == "extra_forbidden":
         names = known(kind, keys[:-1])
-        near = elsewhere(kind, keys[-1]) or get_close_matches(keys[-1], names, 1)
+        near = get_close_matches(keys[-1], names, 1) + elsewhere(kind, keys[-1])
         meant = f". Did you mean {' or '.join(near)}?" if near else ""
         return f"{'.'.join(keys)}: no such key; known are {', '.join(names)}{meant}"
     # pydantic adds the prefix to messages of validators.
@@ -128,11 +128,12 @@ def sections(kind: type[Options], key: str) -> list[type[Options]]:
 
 
 def elsewhere(kind: type[Options], name: str) -> list[str]:
-    """The keys of this name in all sections."""
+    """The keys of this name in all sections that are no lists."""
     found = [name] if name in kind.model_fields else []
-    for key in kind.model_fields:
-        for section in sections(kind, key):
-            found += [f"{key}.{each}" for each in elsewhere(section, name)]
+    for key, field in kind.model_fields.items():
+        if get_origin(field.annotation) is not tuple:
+            for section in sections(kind, key):
+                found += [f"{key}.{each}" for each in elsewhere(section, name)]
     return found
 
 

@@ -23,7 +23,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from actors.errors import ConfigError
+from actors.errors import ConfigError, install
 from actors.options import TracingOptions
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def check_tracing(options: TracingOptions) -> None:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"tracing.export is {options.export}, but {module} is not installed: "
-                "pip install '.[otel]' (in a clone of this repository), or set it to off"
+                f"{install('otel')}, or set it to off"
             ) from error
 
 

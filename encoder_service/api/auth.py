@@ -61,7 +61,8 @@ def stamp(path: Path) -> object:
         found = path.stat()
     except OSError:
         return None
-    return found.st_ctime_ns, found.st_ino, found.st_size  # ctime: chmod changes it, too
+    # ctime and mode, because the file may become readable
+    return found.st_ctime_ns, found.st_ino, found.st_size, found.st_mode
 
 
 def digests(path: Path) -> tuple[str, ...]:

@@ -52,14 +52,15 @@ async def http_exception(request: Request, error: HTTPException) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         detail = "no such path: /docs lists those of this service"
-        if own_path(request.scope) in (CHAT_PATH, MODELS_PATH):
+        if own_path(request.scope).startswith((CHAT_PATH, MODELS_PATH)):
             detail = "this service has no language model: set `llm` in its configuration"
     elif error.status_code == 405:
         # The framework lists only the methods of the path's first route.
         routes = (one for one in request.app.routes if one.matches(request.scope)[0] != Match.NONE)
         allowed = {method for one in routes for method in getattr(one, "methods", None) or ()}
-        headers["allow"] = ", ".join(sorted(allowed))
-        detail = f"this path takes {headers['allow']}"
+        if allowed:
+            headers["allow"] = ", ".join(sorted(allowed))
+            detail = f"this path takes {headers['allow']}"
     answer = error_response(Fault(row, f"{request.method} {path}: {detail}"))
     answer.headers.update(headers)
     return answer

@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
+from actors.errors import install
+
 
 class DefaultsFormatter(argparse.HelpFormatter):
     """Appends an option's default to its help, if it has one that the help does not mention."""
@@ -73,9 +75,7 @@ def add_plot(parser: ArgumentParser) -> None:
 
 def plot_file(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise ArgumentTypeError(
-            "matplotlib is missing: pip install '.[bench]' (in a clone of this repository)"
-        )
+        raise ArgumentTypeError(f"matplotlib is missing: {install('bench')}")
     return output_file(text)
 
 

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.engine.budgets import Capacity
-from actors.errors import ConfigError
+from actors.errors import ConfigError, install
 from actors.families.registry import read
 from actors.models.load import check_fp8, family_of
 from actors.models.precision import parse_plan
@@ -342,7 +342,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl, but the package nixl is not installed here; every encoder "
-            "node needs it: pip install '.[nixl]' (in a clone of this repository)"
+            f"node needs it: {install('nixl')}"
         )
 
 

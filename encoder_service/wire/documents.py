@@ -143,6 +143,8 @@ def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], di
         check_msgpack(body)
         document = read_msgpack(body)
     elif media_type == JSON:
+        if body[:1] != b"{" and (name := name_format(body)):
+            raise WireError(f"the body is a file ({name}): send it with its own content type")
         document = read_json(body, MOST_VALUES)
     else:
         default = "" if media_type != CURLS_DEFAULT else " (which curl sends unless -H sets it)"

@@ -251,11 +251,6 @@ def read_json(body: bytes | bytearray, most: int | None = None) -> Document:
         check_json(body, most)
     try:
         document = json.loads(body)
-    except UnicodeDecodeError as error:
-        raise WireError(
-            "the body is not JSON: it is not text. A bare file needs its own content type, such as "
-            "image/jpeg"
-        ) from error
     except (ValueError, RecursionError) as error:
         raise WireError(f"the body is not JSON: {error}") from error
     return as_map(document)

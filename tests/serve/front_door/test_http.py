@@ -264,8 +264,9 @@ def test_routes_that_are_not_there(client: httpx.Client) -> None:
     missing = error(client.get("/v2/encode"), 404)
     assert missing["type"] == "not_found"
     assert "no such path: /docs lists" in missing["message"]
-    for lost in (client.post("/v1/chat/completions", json={}), client.get("/v1/models")):
-        assert "has no language model: set `llm`" in error(lost, 404)["message"]
+    for path in ("/v1/chat/completions", "/v1/models", "/v1/models/m"):
+        lost = error(client.get(path), 404)
+        assert "has no language model: set `llm`" in lost["message"]
     wrong = error(client.get("/v1/encode"), 405)
     assert wrong["type"] == "method_not_allowed"
     assert wrong["message"] == "GET /v1/encode: this path takes POST"

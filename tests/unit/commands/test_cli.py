@@ -446,6 +446,7 @@ def test_check_names_what_is_wrong_with_the_language_model(
     [
         ("encoder: {", "encoder: {replica: 3, ", "Did you mean replicas?"),
         ("router: {", "router: {precision: auto, ", "Did you mean graphs.precision?"),
+        ("model: {", "model: {precision: auto, ", "Did you mean revision or graphs.precision?"),
         ("router: {", "router: {dtype: float32, ", "mean model.dtype or llm.model.dtype?"),
         ("num_replicas", "replicas", "deployments[0]: replicas: Serve knows no such key"),
         ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),

@@ -375,7 +375,7 @@ def test_options_belong_to_the_engine(given: dict[str, Any], words: str) -> None
 def test_what_vllm_does_not_serve_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     options, tower = LlmOptions(engine="vllm", **CPU), read(TINY)
     for there, words in (
-        (None, r"pip install 'encoder-service\[vllm\]'"),
+        (None, r"pip install '.\[vllm\]'"),
         (object(), "is a preset"),
     ):
         monkeypatch.setattr(llm_spec, "find_spec", lambda name, there=there: there)

@@ -27,7 +27,7 @@ def test_other_bytes_have_another_total(size: int) -> None:
 def test_a_package_that_is_not_there_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "find_spec", lambda name: None)
     check_transport("shared_memory")
-    with pytest.raises(ConfigError, match=r"pip install 'encoder-service\[nixl\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[nixl\]'"):
         check_transport("nixl")
 
 
