@@ -116,7 +116,9 @@ def test_times_are_those_that_a_reader_sees(console: Console) -> None:
         assert one.errors == 0
         assert one.answers
         assert one.first_token_ms[0] >= FIRST_SECONDS * 1e3
-        assert one.between_tokens_ms[1] >= one.between_tokens_ms[0] >= BETWEEN_SECONDS * 1e3 * 0.9
+        # A reader that stalls sees tokens at once that were sent one after another.
+        assert one.between_tokens_ms[1] >= BETWEEN_SECONDS * 1e3 * 0.9
+        assert one.between_tokens_ms[1] >= one.between_tokens_ms[0] > 0
         assert 0 < one.good_per_second <= one.per_second
     # Three at a time, each of at least 45 ms, cannot be more than these.
     assert found[1].per_second <= 3 / (FIRST_SECONDS + 3 * BETWEEN_SECONDS)
