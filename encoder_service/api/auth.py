@@ -24,6 +24,8 @@ class Tokens:
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
         self._stamp = stamp(self._file) if self._file else None
         self._read = digests(self._file) if self._file else ()
+        self._unread: object = None
+        """The stamp of a file that could not be read. It is tried again, but logged once."""
 
     @property
     def required(self) -> bool:
@@ -47,12 +49,14 @@ class Tokens:
     def _known(self) -> tuple[str, ...]:
         """The current digests. If the file can no longer be read, they stay as they were."""
         if self._file and (found := stamp(self._file)) != self._stamp:
-            self._stamp = found
             try:
                 self._read = digests(self._file)
+                self._stamp = found
                 log.info("auth.token_sha256_file: %d tokens", len(self._read))
             except ConfigError as error:
-                log.error("the tokens stay as they were: %s", error)
+                if found != self._unread:
+                    log.error("the tokens stay as they were: %s", error)
+                self._unread = found
         return self._named + self._read
 
 
@@ -61,8 +65,7 @@ def stamp(path: Path) -> object:
         found = path.stat()
     except OSError:
         return None
-    # ctime and mode, because the file may become readable
-    return found.st_ctime_ns, found.st_ino, found.st_size, found.st_mode
+    return found.st_mtime_ns, found.st_ino, found.st_size
 
 
 def digests(path: Path) -> tuple[str, ...]:
