@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -27,12 +28,14 @@ class Memory:
 
     def __init__(self) -> None:
         self.held: list[Tensor] = []
+        self._lock = Lock()  # rows are written in several threads
 
     def put(self, rows: Tensor, dtype: torch.dtype) -> SharedBytes | None:
-        if self.held:
-            return None
-        self.held.append(rows.to(dtype))
-        return SharedBytes("a reference", self.held[0].nbytes)
+        with self._lock:
+            if self.held:
+                return None
+            self.held.append(rows.to(dtype))
+            return SharedBytes("a reference", self.held[0].nbytes)
 
 
 @pytest.fixture
