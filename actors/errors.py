@@ -85,6 +85,6 @@ class CheckpointError(StartError):
     """Files or weights of a checkpoint are missing, unexpected, misshapen or unavailable."""
 
 
-def install(extra: str) -> str:
-    """How to install an extra of this package, which is not on PyPI."""
+def how_to_install(extra: str) -> str:
+    """For messages: the command that installs an extra of this package, which is not on PyPI."""
     return f"pip install '.[{extra}]' (in a clone of this repository)"

@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayDirectTransportE
 from ray.experimental import register_nixl_memory, set_nixl_cuda_stream, set_target_for_ref
 from torch import Tensor
 
-from actors.errors import ConfigError, EmbeddingLost, StartError, install
+from actors.errors import ConfigError, EmbeddingLost, StartError, how_to_install
 from actors.options import Transport
 from actors.rows.memory import BlockMemory
 from actors.telemetry.metrics import EncoderMetrics
@@ -86,7 +86,7 @@ def check_transport(transport: Transport) -> None:
     if transport == "nixl" and find_spec("nixl") is None:
         raise ConfigError(
             "encoder.transport is nixl, but the package nixl is not installed here: "
-            f"{install('nixl')} on every node, or set it to shared_memory"
+            f"{how_to_install('nixl')} on every node, or set it to shared_memory"
         )
 
 

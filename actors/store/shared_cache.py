@@ -25,7 +25,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from actors.errors import ConfigError, install
+from actors.errors import ConfigError, how_to_install
 from actors.options import SharedCacheOptions
 from actors.store.kept import Key
 from actors.telemetry.metrics import EncoderMetrics
@@ -185,7 +185,7 @@ def check_packages(kind: str) -> None:
     needed = {"file": ["xxhash"], "redis": ["xxhash", "redis"], "rediss": ["xxhash", "redis"]}
     missing = [name for name in needed.get(kind, ["xxhash", "fsspec"]) if not find_spec(name)]
     if missing:
-        raise ConfigError(f"cache.shared needs {' and '.join(missing)}: {install('cache')}")
+        raise ConfigError(f"cache.shared needs {' and '.join(missing)}: {how_to_install('cache')}")
 
 
 def packed(weights: str, key: Key, embedding: Embedding) -> bytes:

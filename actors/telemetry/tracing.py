@@ -23,7 +23,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import INVALID_SPAN, Span, SpanKind, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from actors.errors import ConfigError, install
+from actors.errors import ConfigError, how_to_install
 from actors.options import TracingOptions
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def check_tracing(options: TracingOptions) -> None:
         except ModuleNotFoundError as error:
             raise ConfigError(
                 f"tracing.export is {options.export}, but {module} is not installed: "
-                f"{install('otel')}, or set it to off"
+                f"{how_to_install('otel')}, or set it to off"
             ) from error
 
 

@@ -24,8 +24,7 @@ class Tokens:
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
         self._stamp = stamp(self._file) if self._file else None
         self._read = digests(self._file) if self._file else ()
-        self._unread: object = None
-        """The stamp of a file that could not be read. It is tried again, but logged once."""
+        self._tried = self._stamp  # a file that cannot be read is tried again, but logged once
 
     @property
     def required(self) -> bool:
@@ -51,12 +50,12 @@ class Tokens:
         if self._file and (found := stamp(self._file)) != self._stamp:
             try:
                 self._read = digests(self._file)
-                self._stamp = found
+                self._stamp = self._tried = found
                 log.info("auth.token_sha256_file: %d tokens", len(self._read))
             except ConfigError as error:
-                if found != self._unread:
+                if found != self._tried:
                     log.error("the tokens stay as they were: %s", error)
-                self._unread = found
+                self._tried = found
         return self._named + self._read
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from actors.errors import install
+from actors.errors import how_to_install
 
 
 class DefaultsFormatter(argparse.HelpFormatter):
@@ -75,7 +75,7 @@ def add_plot(parser: ArgumentParser) -> None:
 
 def plot_file(text: str) -> Path:
     if find_spec("matplotlib") is None:
-        raise ArgumentTypeError(f"matplotlib is missing: {install('bench')}")
+        raise ArgumentTypeError(f"matplotlib is missing: {how_to_install('bench')}")
     return output_file(text)
 
 

@@ -25,7 +25,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from actors.engine.budgets import Capacity
-from actors.errors import ConfigError, install
+from actors.errors import ConfigError, how_to_install
 from actors.families.registry import read
 from actors.models.load import check_fp8, family_of
 from actors.models.precision import parse_plan
@@ -342,7 +342,7 @@ def missing(service: ServiceOptions) -> Iterator[str]:
     if service.encoder.transport == "nixl" and find_spec("nixl") is None:
         yield (
             "encoder.transport is nixl, but the package nixl is not installed here; every encoder "
-            f"node needs it: {install('nixl')}"
+            f"node needs it: {how_to_install('nixl')}"
         )
 
 

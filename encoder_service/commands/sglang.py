@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from actors.errors import ConfigError, install
+from actors.errors import ConfigError, how_to_install
 from encoder_service.commands import add_command
 from encoder_service.commands.proxy import add_server, serve
 from encoder_service.config import LimitOptions
@@ -37,7 +37,7 @@ def add(subcommands: Any) -> None:
 def run(options: argparse.Namespace, console: Console) -> int:
     """Serves until it is stopped. Reads the encoder's token from ENCODER_SERVICE_TOKEN."""
     if find_spec("zmq") is None:
-        raise ConfigError(f"pyzmq is missing: {install('sglang')}")
+        raise ConfigError(f"pyzmq is missing: {how_to_install('sglang')}")
     from encoder_service.engines.sglang_encoder import PRIVATE, SglangEncoder
 
     try:

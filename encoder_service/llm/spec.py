@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from actors.errors import CheckpointError, ConfigError, install
+from actors.errors import CheckpointError, ConfigError, how_to_install
 from actors.families.registry import model_type_of, video_styles
 from actors.options import ModelOptions
 from actors.spec.checkpoint import DAMAGED, Files, Preset, find
@@ -98,7 +98,7 @@ def check_vllm(own: ModelOptions, files: Files, tower: ModelSpec) -> None:
     if find_spec("vllm") is None:
         raise ConfigError(
             "llm.engine is vllm, but the package vllm is not installed here: "
-            f"{install('vllm')} on every node, or set it to transformers"
+            f"{how_to_install('vllm')} on every node, or set it to transformers"
         )
     if isinstance(files, Preset):
         raise ConfigError(

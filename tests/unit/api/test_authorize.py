@@ -110,8 +110,16 @@ def test_a_file_of_tokens_is_read_again_once_it_can_be_read(
         file.write_text(digest("three") + "\n")
         for _ in range(3):
             tokens.authorize("Bearer one")
-    assert caplog.text.count("the tokens stay as they were") == 1
+    kept = "the tokens stay as they were"
+    assert caplog.text.count(kept) == 1
     tokens.authorize("Bearer three")
+    for losses in (2, 3):  # lost, and lost again after it was there
+        file.unlink()
+        for _ in range(2):
+            tokens.authorize("Bearer three")
+        assert caplog.text.count(kept) == losses
+        file.write_text(digest("three") + "\n")
+        tokens.authorize("Bearer three")
 
 
 @pytest.mark.parametrize("content", [None, "", "# none\n", "hunter2\n", f"{'0' * 63}\n"])
@@ -136,5 +144,9 @@ def test_the_documentation_says_where_a_token_is_asked_for(tokens: tuple[str, ..
 
 
 def test_a_method_that_is_not_taken_is_told_all_that_are() -> None:
-    answer = TestClient(build(service())).put("/v1/embeddings/a")
+    http = TestClient(build(service()))
+    answer = http.put("/v1/embeddings/a")
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, GET")
+    mounted = http.post("/static-offline-docs/x")
+    assert mounted.status_code == 405
+    assert "this path takes" not in mounted.text

@@ -595,6 +595,7 @@ def test_a_model_is_shown_by_its_name() -> None:
     http = client(Replicas())
     (entry,) = http.get("/v1/models").json()["data"]
     assert http.get(f"/v1/models/{MODEL.id}").json() == entry
+    assert "no such path" in http.get("/v1/modelsx").text
     answer = http.get("/v1/models/Qwen/Qwen3-VL-8B-Instruct")
     found = answer.json()["error"]
     assert (answer.status_code, found["param"]) == (404, "model")
