@@ -149,7 +149,11 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any) -> None:
         """Raises ValueError for settings that cannot work."""
         super().__init__(vllm_config=vllm_config, role=role)
-        self.check_version()
+        if not hasattr(ECConnectorBase, "take_unavailable_requests"):
+            raise ValueError(
+                "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
+                'or newer, or "place": "local"'
+            )
         if self.is_producer:
             raise ValueError('ec_role must be "ec_consumer": this connector only reads embeddings')
         options = remote_options(vllm_config.ec_transfer_config.ec_connector_extra_config)
@@ -200,14 +204,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
                 parallel.world_size // parallel.pipeline_parallel_size,  # of the first stage
             )
 
-    def check_version(self) -> None:
-        """Raises ValueError."""
-        if not hasattr(ECConnectorBase, "take_unavailable_requests"):
-            raise ValueError(
-                "this vLLM takes no embeddings by id, and waits for ever if one is gone: use 0.32 "
-                'or newer, or "place": "local"'
-            )
-
     def shutdown(self) -> None:
         if self.source is not None and self.client is not None:
             self.source.close()
@@ -228,7 +224,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
         if needed and not self.oldest:
             self.oldest = request.request_id
         for index, feature in enumerate(request.mm_features):
-            if not self.is_reference(feature):
+            if not is_reference(feature):
                 continue
             name = feature.identifier
             if name in self.spoiled and not self.renews(request, index, num_computed_tokens):
@@ -283,8 +279,6 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
             return None
         self.ahead += size_bytes
         return size_bytes
-
-    is_reference = staticmethod(is_reference)
 
     def check(self, name: str, shape: tuple[int, int], model: str, deepstack: int) -> None:
         """Raises ValueError for rows that the language model cannot take."""
@@ -511,9 +505,8 @@ def reference_of(feature: Any) -> str:
 
 
 def is_stale(request: Any) -> bool:
-    """Whether a preempted request still gets tokens of earlier steps, as in a pipeline. vLLM 0.26
-    drops those."""
-    return getattr(request, "num_stale_output_tokens", 0) > 0
+    """Whether a preempted request still gets tokens of earlier steps, as in a pipeline."""
+    return bool(request.num_stale_output_tokens)
 
 
 def the(source: RowSource | None) -> RowSource:

@@ -6,13 +6,11 @@ Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import asyncio
-import io
 import pickle
 import socket
 import sys
 import threading
 import time
-from base64 import b64decode
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, closing, contextmanager
@@ -572,7 +570,7 @@ def test_what_brings_its_own_rows_or_pixels_is_not_asked_for(halves: Halves) -> 
 
 def test_what_comes_with_a_grid_alone_is_asked_for(connector_module: ModuleType) -> None:
     """All of content_part's keys for references, and none of those that are rows or pixels."""
-    is_reference = connector_module.EncoderServiceConnector.is_reference
+    is_reference = connector_module.is_reference
     for keys in (
         ["image_grid_thw"],
         ["video_grid_thw"],
@@ -622,32 +620,6 @@ def test_a_vllm_that_cannot_fail_one_request_is_refused(
     monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
     with pytest.raises(ValueError, match="waits for ever"):
         connector_module.EncoderServiceConnector(config("http://a"), ECConnectorRole.SCHEDULER)
-
-
-def test_for_measurements_an_older_vllm_takes_ids_with_rows_of_width_1(
-    halves: Halves, connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch, url: str
-) -> None:
-    monkeypatch.delattr(connector_module.ECConnectorBase, "take_unavailable_requests")
-    from tests.engines import bench_026, connector_026
-
-    monkeypatch.setattr(
-        connector_module, "EncoderServiceConnector", connector_026.EncoderServiceConnector
-    )
-    scheduler, worker = halves()
-    (kept,), (rows,) = keep(url)
-    assert torch.equal(bits(answered(scheduler, worker, kept=kept)), bits(rows))
-    sent = bench_026.with_rows(kept)
-    assert sent["uuid"] == kept.reference
-    given = torch.load(io.BytesIO(b64decode(sent["image_embeds"]["image_embeds"])))
-    assert given.shape == (kept.tokens, 1)
-    for keys, expected in (
-        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=given)}, True),
-        ({"image_grid_thw": None, "image_embeds": SimpleNamespace(data=rows)}, False),
-        ({"image_grid_thw": None, "pixel_values": None}, False),
-        ({"image_grid_thw": None}, True),
-    ):
-        assert scheduler.is_reference(SimpleNamespace(data=keys)) == expected
-    del sys.modules["tests.engines.connector_026"]
 
 
 def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
