@@ -24,7 +24,7 @@ class Tokens:
         self._file = Path(options.token_sha256_file) if options.token_sha256_file else None
         self._stamp = stamp(self._file) if self._file else None
         self._read = digests(self._file) if self._file else ()
-        self._tried = self._stamp  # a file that cannot be read is tried again, but logged once
+        self._seen = self._stamp  # a file that cannot be read is tried again, but logged once
 
     @property
     def required(self) -> bool:
@@ -47,15 +47,17 @@ class Tokens:
 
     def _known(self) -> tuple[str, ...]:
         """The current digests. If the file can no longer be read, they stay as they were."""
-        if self._file and (found := stamp(self._file)) != self._stamp:
-            try:
-                self._read = digests(self._file)
-                self._stamp = self._tried = found
-                log.info("auth.token_sha256_file: %d tokens", len(self._read))
-            except ConfigError as error:
-                if found != self._tried:
-                    log.error("the tokens stay as they were: %s", error)
-                self._tried = found
+        if self._file:
+            found, seen = stamp(self._file), self._seen
+            self._seen = found
+            if found != self._stamp:
+                try:
+                    self._read = digests(self._file)
+                    self._stamp = found
+                    log.info("auth.token_sha256_file: %d tokens", len(self._read))
+                except ConfigError as error:
+                    if found != seen:
+                        log.error("the tokens stay as they were: %s", error)
         return self._named + self._read
 
 

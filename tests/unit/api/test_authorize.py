@@ -120,6 +120,12 @@ def test_a_file_of_tokens_is_read_again_once_it_can_be_read(
         assert caplog.text.count(kept) == losses
         file.write_text(digest("three") + "\n")
         tokens.authorize("Bearer three")
+    for losses in (4, 5):  # the same file, moved away and back
+        file.rename(tmp_path / "away")
+        tokens.authorize("Bearer three")
+        assert caplog.text.count(kept) == losses
+        (tmp_path / "away").rename(file)
+        tokens.authorize("Bearer three")
 
 
 @pytest.mark.parametrize("content", [None, "", "# none\n", "hunter2\n", f"{'0' * 63}\n"])
