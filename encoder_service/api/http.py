@@ -53,7 +53,8 @@ async def http_exception(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         detail = "no such path: /docs lists those of this service"
         chats = any(getattr(one, "path", "") == CHAT_PATH for one in request.app.routes)
-        if not chats and own_path(request.scope).startswith((CHAT_PATH, MODELS_PATH)):
+        wanted = f"{own_path(request.scope)}/"
+        if not chats and wanted.startswith((f"{CHAT_PATH}/", f"{MODELS_PATH}/")):
             detail = "this service has no language model: set `llm` in its configuration"
     elif error.status_code == 405:
         # The framework lists only the methods of the path's first route.

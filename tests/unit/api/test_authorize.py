@@ -156,3 +156,11 @@ def test_a_method_that_is_not_taken_is_told_all_that_are() -> None:
     mounted = http.post("/static-offline-docs/x")
     assert mounted.status_code == 405
     assert "this path takes" not in mounted.text
+
+
+def test_only_paths_of_chats_are_told_to_lack_a_language_model() -> None:
+    http = TestClient(build(service()))
+    for path in ("/v1/models", "/v1/models/m", "/v1/chat/completions"):
+        assert "has no language model" in http.get(path).text
+    for path in ("/v1/modelsx", "/v1/chat/completionsx"):
+        assert "no such path" in http.get(path).text
