@@ -14,7 +14,7 @@ import torch
 
 from actors.engine.budgets import model_capacity
 from actors.engine.device import open_device
-from actors.engine.engine import Engine, PacedEngine
+from actors.engine.engine import Engine
 from actors.engine.graphs import capture, choose_packing, more
 from actors.engine.packing import OpenPack, fitted
 from actors.engine.traffic import learned
@@ -59,12 +59,11 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
         capacity = learned(options.graphs.sizes_file, capacity, tower.spec)
     graphs = capture(tower, capacity, device, series)
     packing = choose_packing(options.packing, graphs)
-    kind = PacedEngine if device.pace else Engine
     # With an engine and metrics of its own, so that the metrics count only what clients sent.
-    cost = warm(kind(tower, graphs, capacity, device, EncoderMetrics()))
+    cost = warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
     for of, seconds in asdict(cost).items() if cost else ():
         series.measured_seconds.labels(of.removesuffix("_seconds")).set(seconds)
-    return kind(tower, graphs, capacity, device, series, packing, cost)
+    return Engine(tower, graphs, capacity, device, series, packing, cost)
 
 
 def warm(engine: Engine) -> Cost | None:

@@ -80,21 +80,27 @@ class CudaPace(Pace):
         self.steps: torch.cuda.Stream | None = None  # unknown before the first
         self._begun: tuple[Step, torch.cuda.Event] | None = None
         self._timed = deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]]()
+        self._last_begins: torch.cuda.Event | None = None
 
     def idle(self) -> bool:
-        return self.compute.query() and (self.steps is None or self.steps.query())
+        """With a second slice launched, the device does not wait for the next check."""
+        slices = self._last_begins is None or self._last_begins.query()
+        return slices and (self.steps is None or self.steps.query())
 
-    def rest(self) -> None:
-        if self._slices and (self.steps is None or self.steps.query()):
-            self.compute.synchronize()  # polling would leave the device idle between two slices
-        else:
-            super().rest()
+    def _launch_first(self) -> float:
+        self._last_begins = self.compute.record_event()
+        return super()._launch_first()
+
+    def step(self, step: Step) -> None:
+        self.steps = torch.cuda.current_stream()
+        super().step(step)
 
     def after_steps(self) -> None:
-        self.compute.wait_stream(torch.cuda.current_stream())
+        if self.steps:
+            self.compute.wait_stream(self.steps)
 
     def before_step(self, step: Step) -> None:
-        self.steps = torch.cuda.current_stream()
+        assert self.steps
         if not self.compute.query():
             self.steps.wait_stream(self.compute)
         self._begun = step, self.steps.record_event(torch.cuda.Event(enable_timing=True))
@@ -286,12 +292,12 @@ class CudaDevice(Device):
 
     def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """The memory belongs to the compute stream, so uses on other streams must have finished
-        before it is freed."""
+        before it is freed. With a pace, nothing waits for the copies, but the next step does."""
         done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = [part.clone() for part in parts]
             done.record(self.compute)
-        return partial(copied, kept, done)
+        return (lambda: kept) if self.pace else partial(copied, kept, done)
 
     def memory_bytes(self) -> int:
         """Reserved by torch's allocator, graph pools included."""

@@ -15,7 +15,6 @@ from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,9 @@ from actors.types import Cost, Item, Pack
 
 log = logging.getLogger("ray.serve")
 
-MOST_LAUNCHED = 2  # packs on the device at a time: one is computed, one is read back
+MOST_LAUNCHED = 2
+"""Packs on the device at a time: one is computed, one is read back. With a pace only one, because
+launching takes as long as computing, and rows that stay on the device need no readback."""
 
 Labels = Sequence[str | None]
 """The graph that serves each path of a pack. None: it runs eagerly. SKIPPED: it has no tokens."""
@@ -84,15 +85,11 @@ class Engine:
         self._waiting: deque[WaitingItem] = deque()
         self._changed = threading.Condition()
         self._closed = False
-        self._broken = False  # one of the threads has ended because of a bug
         self._launched: deque[LaunchedPack] = deque()
+        self._most_launched = 1 if device.pace else MOST_LAUNCHED
         self._progress = monotonic()  # when a pack last completed or failed
-        self._thread = self._started("engine", self._step)
-
-    def _started(self, name: str, step: Callable[[], bool]) -> threading.Thread:
-        thread = threading.Thread(target=self._run, args=(step,), name=name, daemon=True)
-        thread.start()
-        return thread
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
 
     def submit(self, item: Item) -> Future[Item]:
         """Queues an item. The future completes with the same item, once its `rows` (see
@@ -126,7 +123,7 @@ class Engine:
             return monotonic() - max(self._progress, min(since)) if since else 0.0
 
     def alive(self) -> bool:
-        return self._thread.is_alive() and not self._broken
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Encodes what is waiting, then ends the thread."""
@@ -135,15 +132,14 @@ class Engine:
             self._changed.notify_all()
         self._thread.join()
 
-    def _run(self, step: Callable[[], bool]) -> None:
+    def _run(self) -> None:
         try:
-            while step():
+            while self._step():
                 pass
         except Exception as error:  # a bug: fail all items, so that nobody waits for ever
             log.critical("the engine's thread ended", exc_info=error)
             with self._changed:
-                self._closed = self._broken = True
-                self._changed.notify_all()
+                self._closed = True
                 left = [*self._waiting, *(one for each in self._launched for one in each.waiting)]
                 self._waiting.clear()
             for waiting in left:
@@ -158,7 +154,7 @@ class Engine:
         taken = self._take(wait=not self._launched)
         if taken:
             self._launch(*taken)
-        if self._launched and (len(self._launched) == MOST_LAUNCHED or not taken):
+        if self._launched and (len(self._launched) == self._most_launched or not taken):
             self._complete(self._launched[0])
             self._launched.popleft()
         return bool(taken or self._launched or self._waiting or not self._closed)
@@ -274,47 +270,6 @@ class Engine:
             metrics.captured_graphs.labels(path).set(self.graphs[path].captured())
             if budget is not None and label != EXACT:
                 metrics.padded_tokens.labels(path).inc(budget - sum(tokens))
-
-
-class PacedEngine(Engine):
-    """An engine on a device with a pace, where launching a pack takes as long as encoding it. A
-    second thread completes packs while the engine's thread waits to launch slices."""
-
-    def __init__(self, *parts: Any, **options: Any) -> None:
-        super().__init__(*parts, **options)
-        self._completing = self._started("completing", self._complete_first)
-
-    def close(self) -> None:
-        super().close()
-        with self._changed:
-            self._changed.notify_all()
-        self._completing.join()
-
-    def _step(self) -> bool:
-        taken = self._take(wait=True)
-        if taken:
-            self._launch(*taken)
-        with self._changed:
-            self._changed.notify_all()
-            if self._closed and not taken:
-                self._changed.wait_for(lambda: self._waiting or not self._launched or self._broken)
-            if self._broken:
-                raise RuntimeError("the thread that completes packs has ended. This is a bug.")
-            return bool(self._waiting or not self._closed)
-
-    def _complete_first(self) -> bool:
-        with self._changed:
-            self._changed.wait_for(lambda: self._launched or self._over())
-            if not self._launched:
-                return False
-        self._complete(self._launched[0])
-        with self._changed:
-            self._launched.popleft()
-            self._changed.notify_all()
-        return True
-
-    def _over(self) -> bool:
-        return self._closed and not self._waiting and not self._thread.is_alive()
 
 
 def outcome(labels: Labels) -> str:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from time import sleep
 from typing import NamedTuple
 
-POLL_SECONDS = 0.001  # how often the engine's thread checks whether the steps have ended
+POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
 STRETCH = 1.4
 """A step and its slices take at most this many times as long as a full step without slices. With
 1.5, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
-SLICES, TOKENS_PER_SLICE = 3, 2048
-"""Slices that a step waits for at most. A step of TOKENS_PER_SLICE tokens or more, which is long
-without slices, waits for one per TOKENS_PER_SLICE."""
-ITEMS_PER_ROUND, MOST_ROUNDS = 2, 4
-"""Every ITEMS_PER_ROUND waiting items allow as many slices again, up to MOST_ROUNDS times in all.
-The items' requests then decode together, in fewer steps, so that more requests per second are
-answered (BENCHMARKS.md, Answers)."""
+SLICES = 12
+"""A step waits for the time of this many slices at most, where full steps are long."""
+LAST_SLICES = 3
+"""If at most the time of this many slices is left of a replay, it is launched before a step is
+scheduled, so that this step can use its rows."""
 PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
@@ -74,52 +71,67 @@ class Pace:
     """Launches slices before the steps of the language model, and one at a time while no step is
     running.
 
-    The engine's thread calls `launch`. The thread that launches steps calls `step` before each one.
-    `step` launches slices itself, so that it does not wait until another thread gets the GIL.
+    The engine's thread calls `launch`. The thread that launches steps calls `finish` before each is
+    scheduled and `step` before it is launched. They launch slices themselves, so that they do not
+    wait until another thread gets the GIL.
     """
 
     def __init__(self, slice_seconds: float) -> None:
         self.slice_seconds = slice_seconds
-        self._lock = threading.Lock()
         self.times = StepTimes()
+        self._changed = threading.Condition()
         self._slices = deque[Slice]()  # of a replay, not launched yet
+        self._finished_seconds = 0.0  # of slices launched since the last step
         self._passed = 0  # steps since one waited for a slice
         self._failure: Exception | None = None
 
     def launch(self, slices: Iterable[Slice]) -> None:
         """Returns when all slices are launched. Raises what one of them raised."""
-        self._slices.extend(slices)
+        with self._changed:
+            self._slices.extend(slices)
         while self._slices:
-            with self._lock:
+            with self._changed:
                 if self._slices and self.idle():
                     self._launch_first()
-            self.rest()
-        with self._lock:  # a step may still be launching the last one
+                elif self._slices:
+                    self._changed.wait(POLL_SECONDS)
+        with self._changed:  # a step may still be launching the last one
             failure, self._failure = self._failure, None
         if failure:
             raise failure
 
-    def step(self, step: Step, waiting: int = 0) -> None:
+    def finish(self) -> bool:
+        """Launches the rest of a replay if it is short. Returns whether it did. Called before a
+        step is scheduled."""
+        with self._changed:
+            left = sum(seconds for seconds, _ in self._slices)
+            if not 0 < left <= LAST_SLICES * self.slice_seconds:
+                return False
+            self.after_steps()
+            while self._slices:
+                self._finished_seconds += self._launch_first()
+            self._changed.notify()
+            return True
+
+    def step(self, step: Step) -> None:
         """Launches as many slices as there is room for (`StepTimes`), but at least one, so that
         every item makes progress. Steps that are longer than a full one may wait for none, but not
-        more than PASSES in a row. Called before each step of the language model.
-
-        `waiting`: items to be encoded.
-        """
-        with self._lock:
+        more than PASSES in a row. Called before each step of the language model."""
+        with self._changed:
+            finished, self._finished_seconds = self._finished_seconds, 0.0
             if self._slices:
                 room, long = self.times.room(step)
-                rounds = min(MOST_ROUNDS, 1 + waiting // ITEMS_PER_ROUND)
-                slices = rounds * (step.tokens // TOKENS_PER_SLICE or SLICES)
-                left = min(room, self.slice_seconds * slices)
-                if not long or self._passed == PASSES:
+                left = min(room, SLICES * self.slice_seconds) - finished
+                if not finished and (not long or self._passed == PASSES):
                     left = max(left, self._slices[0][0])
-                self._passed += 1
+                self._passed = 0 if finished else self._passed + 1
                 if self._slices[0][0] <= left:
                     self._passed = 0
                     self.after_steps()
                 while self._slices and self._slices[0][0] <= left:
                     left -= self._launch_first()
+                if not self._slices:
+                    self._changed.notify()
         self.before_step(step)
 
     def _launch_first(self) -> float:
@@ -135,13 +147,8 @@ class Pace:
     # Overridden for a device that runs asynchronously: see engine/cuda.py
 
     def idle(self) -> bool:
-        """Whether neither a step nor a slice is running."""
+        """Whether no step is running, and at most one slice."""
         return True
-
-    def rest(self) -> None:
-        """Waits between two checks whether the device is idle."""
-        if self._slices:
-            sleep(POLL_SECONDS)
 
     def after_steps(self) -> None:
         """Makes slices launched from now on wait for the steps launched before."""

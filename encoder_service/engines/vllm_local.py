@@ -16,11 +16,12 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
+from itertools import islice
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -62,6 +63,11 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """vLLM's names for an item's patches and its grid, by modality."""
+
+
+LAUNCHED_SECONDS = 0.005
+"""How long scheduling waits for the engine's thread after the last slice of an image has been
+launched: if it takes longer, the image is used a step later."""
 
 
 class LocalGraphOptions(GraphOptions):
@@ -122,6 +128,7 @@ class LocalEncoder:
         self.half_pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
+        self.scheduling = False  # a step
         self.loading: dict[str, Tensor] = {}  # rows for the step that is being scheduled
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
         self.encoded = 0
@@ -136,6 +143,16 @@ class LocalEncoder:
         self.threads.shutdown()
         self.engine.close()
         log.info("the engine encoded %d items", self.encoded)
+
+    def begin(self) -> None:
+        """Called while a step is scheduled, more than once. Launches what is left of the oldest
+        item if it is little, so that this step can read the prompt."""
+        if self.scheduling:
+            return
+        self.scheduling = True
+        if self.pace.finish():
+            encoding = (item.rows for item in self.items.values() if item.rows and not item.done)
+            wait(islice(encoding, 1), LAUNCHED_SECONDS)
 
     def need(self, request: Any, index: int) -> bool:
         """Whether an item is encoded or left to vLLM. Otherwise it will be encoded."""
@@ -325,6 +342,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def ensure_cache_available(self, request: Any, num_computed_tokens: int) -> bool:
         """Whether all items that a request still needs are encoded, or left to vLLM."""
         encoder = the(self.encoder)
+        encoder.begin()
         needed = still_needed(request, num_computed_tokens)
         here = True
         for index, feature in enumerate(request.mm_features):
@@ -381,6 +399,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""
         encoder = the(self.encoder)
+        encoder.scheduling = False
         encoder.pace.step_launched()
         built, encoder.loading = LoadedRows(encoder.loading, step_of(scheduler_output)), {}
         encoder.start()
@@ -411,8 +430,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
                 rows.record_stream(torch.cuda.current_stream())
             encoder_cache[name] = rows
         if metadata.step.tokens:
-            waiting = sum(not item.done for item in encoder.items.values())
-            encoder.pace.step(metadata.step, waiting)
+            encoder.pace.step(metadata.step)
 
     def save_caches(self, encoder_cache: dict[str, Tensor], mm_hash: str, **kwargs: Any) -> None:
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""

@@ -12,7 +12,7 @@ import torch
 
 from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device, open_device
-from actors.engine.engine import PacedEngine
+from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.slices import STRETCH, Slice, Step
 from actors.models.load import build, tensors
@@ -77,7 +77,7 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     made = tower(device.device)
     limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
     graphs = capture(made, limits, device, EncoderMetrics())
-    engine = PacedEngine(made, graphs, limits, device, EncoderMetrics())
+    engine = Engine(made, graphs, limits, device, EncoderMetrics())
     image = replace(item(*FULL_HD, seed=2), on_device=True)  # to the host, it would be pinned first
     alone = engine.submit(replace(image)).result(60).rows
     x = torch.randn(8192, 8192, device=device.device, dtype=torch.bfloat16)

@@ -17,9 +17,18 @@ import torch
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.cuda import CudaPace
 from actors.engine.device import Device
-from actors.engine.engine import PacedEngine
+from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
-from actors.engine.slices import FORGETTING, PASSES, STRETCH, Pace, Step, StepTimes
+from actors.engine.slices import (
+    FORGETTING,
+    LAST_SLICES,
+    PASSES,
+    SLICES,
+    STRETCH,
+    Pace,
+    Step,
+    StepTimes,
+)
 from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
@@ -80,50 +89,72 @@ def timed(slice_seconds: float) -> Recorded:
 
 
 @pytest.mark.parametrize(
-    ("step", "waiting", "slices"),
+    ("step", "slices"),
     [
-        (DECODING, 1, 6),  # three times 5 seconds
-        (DECODING, 2, 7),
-        (DECODING, 99, 7),
-        (Step(60, 2040), 99, 7),  # like DECODING
-        (READING, 1, 2),
-        (READING, 99, 2),
-        (LAST, 99, 0),
-        (Step(520, 100), 99, 2),  # like READING
-        (Step(300, 4000), 99, 2),  # not measured: as long as a full one
+        (DECODING, 7),
+        (Step(60, 2040), 7),  # like DECODING
+        (READING, 2),
+        (LAST, 0),
+        (Step(520, 100), 2),  # like READING
+        (Step(300, 4000), 2),  # not measured: as long as a full one
     ],
 )
 def test_a_step_with_its_slices_takes_a_limited_multiple_of_a_full_one(
-    step: Step, waiting: int, slices: int
+    step: Step, slices: int
 ) -> None:
     assert STRETCH == 1.4
     pace = timed(5)
     with pace.replay(*[2.5] * 20):
-        pace.step(step, waiting)
+        pace.step(step)
         assert pace.seen == [*["after"] * bool(slices), *["slice"] * slices, "step"]
 
 
-@pytest.mark.parametrize(
-    ("tokens", "slices"),
-    [(8, (3, 3, 6, 9, 12, 12)), (3000, (1, 1, 2, 3, 4, 4)), (8192, (4, 4, 8, 12, 16, 16))],
-)
-def test_where_full_steps_are_long_the_number_of_slices_is_limited(
-    tokens: int, slices: tuple[int, ...]
-) -> None:
-    for waiting, expected in zip((0, 1, 2, 5, 6, 99), slices, strict=True):
-        pace = Recorded(5)
-        pace.times.add(Step(8192, 0), 200)
-        pace.times.add(Step(8, 0), 6)
-        pace.times.add(Step(3000, 0), 60)
+def test_where_full_steps_are_long_the_number_of_slices_is_limited() -> None:
+    pace = Recorded(5)
+    pace.times.add(Step(8192, 0), 200)
+    pace.times.add(DECODING, 6)
+    for step in (DECODING, Step(8192, 0)):
         with pace.replay(*[5] * 20):
-            pace.step(Step(tokens, 0), waiting)
-            assert pace.seen.count("slice") == expected
+            pace.step(step)
+            assert pace.seen.count("slice") == SLICES
+        pace.free = False
+        pace.seen.clear()
+
+
+def test_the_last_slices_are_launched_before_a_step_is_scheduled() -> None:
+    """They count as slices of this step."""
+    pace = timed(5)
+    with pace.replay(*[5] * (LAST_SLICES + 1)):
+        assert not pace.finish()
+        assert pace.seen == []
+    pace = timed(5)
+    with pace.replay(5, 5, 5) as launched:
+        assert pace.finish()
+        launched.result(10)
+        assert pace.seen == ["after", *["slice"] * 3]
+    assert not pace.finish()
+    pace.free = False
+    with pace.replay(2.5, 2.5):  # of the next item
+        pace.step(DECODING)  # with room for 18.4
+        pace.step(READING)
+    assert pace.seen[4:] == ["after", "slice", "step", "after", "slice", "step"]
+
+
+def test_a_step_after_the_last_slices_waits_for_no_other_if_it_has_no_room() -> None:
+    pace = timed(5)
+    with pace.replay(5):
+        pace.finish()
+    pace.free = False
+    with pace.replay(5, 5):
+        for _ in range(2):
+            pace.step(READING)
+        assert pace.seen == ["after", "slice", "step", "after", "slice", "step"]
 
 
 def test_before_a_step_has_been_measured_all_wait_for_one_slice() -> None:
     pace = Recorded(5)
     with pace.replay(*[5] * 20):
-        pace.step(READING, 99)
+        pace.step(READING)
         assert pace.seen == ["after", "slice", "step"]
 
 
@@ -188,7 +219,8 @@ class SimulatedStream:
     def wait_stream(self, other: SimulatedStream) -> None:
         self.end = max(self.end, other.end)
 
-    def record_event(self, event: SimulatedEvent) -> SimulatedEvent:
+    def record_event(self, event: SimulatedEvent | None = None) -> SimulatedEvent:
+        event = event or SimulatedEvent()
         event.end = max(self.end, self.now)
         return event
 
@@ -278,9 +310,7 @@ def test_packs_are_completed_while_others_wait_for_a_step() -> None:
     capacity = Capacity(((64,),), (64,), items=1, frames=0)
     tower, device, metrics = ToyTower(), Device(), EncoderMetrics()
     pace = device.pace = Recorded(0.004)
-    engine = PacedEngine(
-        tower, capture(tower, capacity, device, metrics), capacity, device, metrics
-    )
+    engine = Engine(tower, capture(tower, capacity, device, metrics), capacity, device, metrics)
     answers = [engine.submit(toy_item(4, seed)) for seed in range(3)]
     for seed, answer in enumerate(answers):
         pace.waits()

@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
+from threading import Timer
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -264,22 +265,48 @@ def test_a_request_waits_for_all_of_its_images_and_then_holds_none(stubbed: Stub
 def test_slices_are_launched_before_steps_of_the_model_alone(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[tuple[Step, int]] = []
+    seen: list[Step] = []
     launched: list[int] = []
     pace = stubbed.engine.device.pace
-    monkeypatch.setattr(pace, "step", lambda *call: seen.append(call))
+    monkeypatch.setattr(pace, "step", seen.append)
     monkeypatch.setattr(pace, "step_launched", lambda: launched.append(len(seen)))
     stubbed.step(stubbed.images("a", "x", "y"))  # no tokens
     assert seen == []
     text = Images("text", {})
     stubbed.step(text, tokens=8192)
     stubbed.step(text, text, tokens=300, computed=7)
-    assert seen == [(Step(8192, 0), 2), (Step(600, 7), 2)]
-    stubbed.submitted(2)
+    assert seen == [Step(8192, 0), Step(600, 7)]
+    assert launched == [0, 0, 1], "before the next step is prepared, if there is one"
+
+
+def test_a_step_uses_rows_whose_last_slices_were_launched_when_it_was_scheduled(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request, calls = stubbed.images("a", "x"), list[str]()
+
+    def finish() -> bool:
+        calls.append("finish")
+        Timer(0.001, stubbed.answer, [0]).start()
+        return True
+
+    stubbed.step(request)
+    stubbed.submitted(1)
+    monkeypatch.setattr(stubbed.engine.device.pace, "finish", finish)
+    assert stubbed.step(Images("text", {}), request, request)[1:] == [request, request]
+    assert calls == ["finish"], "once a step"
+    assert not stubbed.items
+
+
+def test_a_step_is_scheduled_even_if_the_engine_does_not_answer(
+    stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = stubbed.images("a", "x")
+    monkeypatch.setattr(stubbed.engine.device.pace, "finish", lambda: True)
+    assert stubbed.step(request) == []  # nothing is being encoded yet
+    stubbed.submitted(1)
+    assert stubbed.step(request) == []
     stubbed.answer(0)
-    stubbed.step(text)
-    assert seen[2:] == [(Step(1, 0), 1)]
-    assert launched == [0, 0, 1, 2], "before the next step is prepared, if there is one"
+    assert stubbed.step(request) == [request]
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
