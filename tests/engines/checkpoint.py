@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -120,12 +121,19 @@ def write_without_grids(folder: Path, family: str) -> None:
     (folder / "processor_config.json").write_text(json.dumps(kind))
 
 
-def write(folder: Path, family: str) -> None:
-    """A whole checkpoint of PROCESSORS' families, in float32."""
+def write(
+    folder: Path,
+    family: str,
+    vision: Mapping[str, Any] = MappingProxyType({}),
+    text: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """A whole checkpoint of PROCESSORS' families, in float32, with these sizes in place of small
+    ones."""
     made = CHECKPOINTS[family]
     width = "hidden_size" if family == "qwen2_vl" else "out_hidden_size"
-    vision = dict(made.vision) | {width: HIDDEN}
-    write_made(folder, replace(made, vision=vision, text=dict(made.text) | TEXT), "1GB")
+    texts = {**made.text, **TEXT, **text}
+    visions = {**made.vision, **vision, width: texts["hidden_size"]}
+    write_made(folder, replace(made, vision=visions, text=texts), "4GB")
     byte_tokenizer().save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     processor, videos = PROCESSORS[family]
