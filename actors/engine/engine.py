@@ -93,7 +93,9 @@ class Engine:
 
     def submit(self, item: Item) -> Future[Item]:
         """Queues an item. The future completes with the same item, once its `rows` (see
-        video_chunks.rows_of), `source`, `queue_seconds` and `encode_seconds` are filled in.
+        video_chunks.rows_of), `source`, `queue_seconds` and `encode_seconds` are filled in. With a
+        pace, rows that stay on the device are complete for the next step of the language model, and
+        so for work on its stream after that.
 
         Cancelling the future drops the item if it has not been launched yet. A video that is longer
         than a pack is queued chunk by chunk. Raises Unavailable once closed.

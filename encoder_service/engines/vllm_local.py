@@ -239,13 +239,29 @@ class LocalEncoder:
                 patches = patches_of(pixels, item.plan, self.spec)
             if self.stream:
                 self.stream.synchronize()
+                with self.engine.device.running():  # the item may be dropped before they are read
+                    for part in patches:
+                        if part is not None:
+                            part.record_stream(torch.cuda.current_stream())
             item.answer = self.engine.submit(Item(item.plan, *patches, on_device=True))
         except Exception as error:
             failed(rows, error)
             return
-        item.answer.add_done_callback(partial(completed, rows))
+        item.answer.add_done_callback(partial(self.completed, rows))
         if rows.cancelled():
             item.answer.cancel()
+
+    def completed(self, rows: Future[Tensor], answer: Future[Item]) -> None:
+        if answer.cancelled():
+            return
+        try:
+            with self.engine.device.running():  # after the copies of the rows
+                found = rows_of(answer.result())
+        except Exception as error:
+            failed(rows, error)
+            return
+        with suppress(InvalidStateError):  # cancelled
+            rows.set_result(found)
 
     def drop(self, name: str, request_id: str) -> None:
         """Forgets an item once no other request needs it."""
@@ -264,18 +280,6 @@ def most_tokens(engine: Engine) -> int:
     """Of the largest pack."""
     (most,) = engine.capacity.budgets[0][-1:] or engine.capacity.tokens
     return most
-
-
-def completed(rows: Future[Tensor], answer: Future[Item]) -> None:
-    if answer.cancelled():
-        return
-    try:
-        found = rows_of(answer.result())
-    except Exception as error:
-        failed(rows, error)
-        return
-    with suppress(InvalidStateError):  # cancelled
-        rows.set_result(found)
 
 
 def failed(rows: Future[Tensor], error: BaseException) -> None:

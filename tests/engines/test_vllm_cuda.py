@@ -50,6 +50,7 @@ OPTIONS = {
     "max_num_seqs": "32",
     "max_num_batched_tokens": "1024",
     "gpu_memory_utilization": "0.1",
+    "kv_cache_memory_bytes": "2G",  # not what other processes leave
     "mm_processor_cache_gb": "0",
     "limit_mm_per_prompt": {"image": 1, "video": 0},
 }

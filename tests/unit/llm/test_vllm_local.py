@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.engine.slices import Pace, Step
+from actors.engine.device import Device
+from actors.engine.slices import Step
 from actors.engine.video_chunks import rows_of
 from actors.errors import EncodeFailed
 from actors.families.registry import read
@@ -189,7 +190,7 @@ class StubEngine:
     def __init__(self, spec: ModelSpec) -> None:
         self.tower = SimpleNamespace(spec=spec)
         self.capacity = SimpleNamespace(budgets=((16, 64),), tokens=(64,))
-        self.device = SimpleNamespace(device=torch.device("cpu"), pace=Pace(1))
+        self.device = Device(slice_seconds=1)
         self.submitted: list[tuple[Item, Future[Item]]] = []
         self.fails = ""
 
