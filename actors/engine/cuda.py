@@ -42,7 +42,8 @@ class StagedInputs(Inputs):
       (`consumed`), which is before its replay starts. So one set of buffers is enough.
     - Static inputs: only the compute stream writes them, between the replays that read them.
     Media on the device are copied directly into the inputs, on the compute stream. They must be
-    complete before the call, and must stay valid until the pack's rows have been read.
+    complete before the call, and must stay valid until the pack's rows have been read, or with a
+    pace, until the compute stream has read the media (`record_stream`).
     """
 
     def __init__(self, shapes: Shapes, device: CudaDevice) -> None:
@@ -83,7 +84,8 @@ class CudaPace(Pace):
         self._last_begins: torch.cuda.Event | None = None
 
     def idle(self) -> bool:
-        """With a second slice launched, the device does not wait for the next check."""
+        """With a second slice launched, the device does not wait for the next check if slices take
+        longer than POLL_SECONDS."""
         slices = self._last_begins is None or self._last_begins.query()
         return slices and (self.steps is None or self.steps.query())
 
@@ -293,11 +295,12 @@ class CudaDevice(Device):
     def keep(self, parts: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """The memory belongs to the compute stream, so uses on other streams must have finished
         before it is freed. With a pace, nothing waits for the copies, but the next step does."""
-        done = torch.cuda.Event()
         with torch.cuda.stream(self.compute):
             kept = [part.clone() for part in parts]
-            done.record(self.compute)
-        return (lambda: kept) if self.pace else partial(copied, kept, done)
+            if self.pace:
+                return lambda: kept
+            done = self.compute.record_event()
+        return partial(copied, kept, done)
 
     def memory_bytes(self) -> int:
         """Reserved by torch's allocator, graph pools included."""

@@ -94,7 +94,7 @@ class Inputs:
 
 class Device:
     """The CPU. Where a GPU would replay a graph, it runs the forward pass on the static inputs. All
-    methods, and those of Inputs, are called from the engine's thread only."""
+    methods but `running`, and those of Inputs, are called from the engine's thread only."""
 
     backend = "cpu"
     device = torch.device("cpu")

@@ -1,7 +1,8 @@
 """The engine: waiting items -> pack -> replay -> readback -> each item's future.
 
 One thread owns the device. It launches the next pack while the previous one is still being read
-back, waits only when there is nothing to launch, and never waits for a pack to fill. Knows no Ray.
+back (not with a pace), waits only when there is nothing to launch, and never waits for a pack to
+fill. Knows no Ray.
 """
 
 from __future__ import annotations

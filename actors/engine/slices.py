@@ -19,8 +19,8 @@ STRETCH = 1.4
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
-"""If at most the time of this many slices is left of a replay, it is launched before a step is
-scheduled, so that this step can use its rows."""
+"""If at most the time of this many slices is left of a replay, and a full step has room for it, it
+is launched before a step is scheduled, so that this step can use its rows."""
 PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
@@ -63,17 +63,21 @@ class StepTimes:
         seconds = self._seconds.get(kind, full)
         return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
 
+    def room_of_any(self) -> float:
+        """Seconds for slices before a step of which nothing is known yet: those of a full one."""
+        return (STRETCH - 1) * self._seconds[self._full] if self._full else 0.0
+
     def _kind(self, step: Step) -> Step:
         return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)
 
 
 class Pace:
-    """Launches slices before the steps of the language model, and one at a time while no step is
+    """Launches slices before the steps of the language model, and two at a time while no step is
     running.
 
-    The engine's thread calls `launch`. The thread that launches steps calls `finish` before each is
-    scheduled and `step` before it is launched. They launch slices themselves, so that they do not
-    wait until another thread gets the GIL.
+    The engine's thread calls `launch`. The thread that schedules and launches steps calls `finish`
+    while it schedules one, and `step` before it launches it. They launch slices themselves, so that
+    they do not wait until another thread gets the GIL.
     """
 
     def __init__(self, slice_seconds: float) -> None:
@@ -89,29 +93,28 @@ class Pace:
         """Returns when all slices are launched. Raises what one of them raised."""
         with self._changed:
             self._slices.extend(slices)
-        while self._slices:
-            with self._changed:
-                if self._slices and self.idle():
+            while self._slices:
+                if self.idle():
                     self._launch_first()
-                elif self._slices:
+                else:
                     self._changed.wait(POLL_SECONDS)
-        with self._changed:  # a step may still be launching the last one
             failure, self._failure = self._failure, None
         if failure:
             raise failure
 
     def finish(self) -> bool:
-        """Launches the rest of a replay if it is short. Returns whether it did. Called before a
-        step is scheduled."""
+        """Launches the rest of a replay if it is short. Returns whether it did."""
         with self._changed:
-            left = sum(seconds for seconds, _ in self._slices)
-            if not 0 < left <= LAST_SLICES * self.slice_seconds:
+            seconds = self._finished_seconds + sum(each for each, _ in self._slices)
+            most = min(LAST_SLICES * self.slice_seconds, self.times.room_of_any())
+            if not self._slices or seconds > most:
                 return False
             self.after_steps()
             while self._slices:
                 self._finished_seconds += self._launch_first()
+            self._passed = 0
             self._changed.notify()
-            return True
+            return self._failure is None
 
     def step(self, step: Step) -> None:
         """Launches as many slices as there is room for (`StepTimes`), but at least one, so that
@@ -124,7 +127,7 @@ class Pace:
                 left = min(room, SLICES * self.slice_seconds) - finished
                 if not finished and (not long or self._passed == PASSES):
                     left = max(left, self._slices[0][0])
-                self._passed = 0 if finished else self._passed + 1
+                self._passed += 1
                 if self._slices[0][0] <= left:
                     self._passed = 0
                     self.after_steps()
@@ -147,7 +150,7 @@ class Pace:
     # Overridden for a device that runs asynchronously: see engine/cuda.py
 
     def idle(self) -> bool:
-        """Whether no step is running, and at most one slice."""
+        """Whether no step is running, and at most one slice that was launched."""
         return True
 
     def after_steps(self) -> None:

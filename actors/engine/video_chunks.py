@@ -103,8 +103,8 @@ def fill(item: Item, chunks: Sequence[Item]) -> None:
 
 
 def rows_of(item: Item) -> Tensor:
-    """The rows [tokens, width] of an encoded item. Concatenates the chunks of a video, which would
-    take too long in the engine's thread."""
+    """The rows [tokens, width] of an encoded item. Concatenates the chunks of a video, which on the
+    host would take too long in the engine's thread."""
     rows: Tensor = torch.cat(item.rows) if isinstance(item.rows, tuple) else item.rows
     return rows
 

@@ -21,8 +21,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
-from itertools import islice
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -37,7 +36,7 @@ from actors.engine.engine import Engine
 from actors.engine.slices import Step
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
-from actors.options import ActorOptions, GraphOptions, Options
+from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
@@ -71,6 +70,8 @@ launched: if it takes longer, the image is used a step later."""
 
 
 class LocalGraphOptions(GraphOptions):
+    mode: Annotated[Literal["budget", "off"], OFF_IS_A_WORD] = "budget"
+    """Not exact, because a graph cannot be captured while steps run."""
     steps_per_doubling: Literal[1, 2, 4, 8] = 2
     """Fewer budgets than in the service, because vLLM already takes long to start."""
 
@@ -145,14 +146,17 @@ class LocalEncoder:
         log.info("the engine encoded %d items", self.encoded)
 
     def begin(self) -> None:
-        """Called while a step is scheduled, more than once. Launches what is left of the oldest
-        item if it is little, so that this step can read the prompt."""
+        """Called while a step is scheduled, more than once. Launches what is left of a pack if it
+        is little, so that this step can read the prompt."""
         if self.scheduling:
             return
         self.scheduling = True
-        if self.pace.finish():
-            encoding = (item.rows for item in self.items.values() if item.rows and not item.done)
-            wait(islice(encoding, 1), LAUNCHED_SECONDS)
+        if not self.pace.finish():
+            return
+        for item in self.items.values():
+            if item.rows and not item.done and item.answer and item.answer.running():
+                wait([item.rows], LAUNCHED_SECONDS)
+                return
 
     def need(self, request: Any, index: int) -> bool:
         """Whether an item is encoded or left to vLLM. Otherwise it will be encoded."""

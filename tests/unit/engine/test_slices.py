@@ -14,6 +14,7 @@ from typing import cast
 import pytest
 import torch
 
+from actors.engine import slices
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.cuda import CudaPace
 from actors.engine.device import Device
@@ -123,32 +124,87 @@ def test_where_full_steps_are_long_the_number_of_slices_is_limited() -> None:
 
 def test_the_last_slices_are_launched_before_a_step_is_scheduled() -> None:
     """They count as slices of this step."""
-    pace = timed(5)
-    with pace.replay(*[5] * (LAST_SLICES + 1)):
+    pace = timed(5)  # full steps have room for 6.4
+    with pace.replay(2.5, 2.5, 2.5):
         assert not pace.finish()
         assert pace.seen == []
     pace = timed(5)
-    with pace.replay(5, 5, 5) as launched:
+    with pace.replay(2.5, 2.5) as launched:
         assert pace.finish()
         launched.result(10)
-        assert pace.seen == ["after", *["slice"] * 3]
-    assert not pace.finish()
+        assert pace.seen == ["after", "slice", "slice"]
     pace.free = False
-    with pace.replay(2.5, 2.5):  # of the next item
+    with pace.replay(5, 5, 5, 5):  # of the next item
         pace.step(DECODING)  # with room for 18.4
+        assert pace.seen[3:] == ["after", "slice", "slice", "step"]
         pace.step(READING)
-    assert pace.seen[4:] == ["after", "slice", "step", "after", "slice", "step"]
+    assert pace.seen[7:10] == ["after", "slice", "step"]
+
+
+@pytest.mark.parametrize(("slices", "finishes"), [(LAST_SLICES, True), (LAST_SLICES + 1, False)])
+def test_few_slices_are_last_ones_where_full_steps_are_long(slices: int, finishes: bool) -> None:
+    pace = Recorded(5)
+    pace.times.add(Step(8192, 0), 200)
+    with pace.replay(*[5] * slices):
+        assert pace.finish() == finishes
+
+
+def test_before_a_step_has_been_measured_none_is_launched_early() -> None:
+    pace = Recorded(5)
+    with pace.replay(0.0, 0.1):
+        assert not pace.finish()
+
+
+def test_without_steps_few_slices_are_launched_early() -> None:
+    """vLLM schedules again and again while requests only wait."""
+    pace = timed(5)
+    for number in range(3):
+        with pace.replay(5):
+            assert pace.finish() == (number == 0)
+        pace.free = False
+    with pace.replay(5):
+        pace.step(READING)
+        assert pace.seen[-1] == "step"
+        assert pace.finish()
 
 
 def test_a_step_after_the_last_slices_waits_for_no_other_if_it_has_no_room() -> None:
     pace = timed(5)
     with pace.replay(5):
-        pace.finish()
+        assert pace.finish()
     pace.free = False
     with pace.replay(5, 5):
         for _ in range(2):
             pace.step(READING)
         assert pace.seen == ["after", "slice", "step", "after", "slice", "step"]
+
+
+def test_long_steps_after_the_last_slices_wait_for_none_for_a_while() -> None:
+    pace = timed(5)
+    with pace.replay(5, 5) as _:
+        for _ in range(PASSES):
+            pace.step(LAST)
+    pace.free = False
+    pace.seen.clear()
+    with pace.replay(5):
+        assert pace.finish()
+    pace.free = False
+    with pace.replay(5):
+        for _ in range(PASSES):
+            pace.step(LAST)
+        assert pace.seen == ["after", "slice", *["step"] * PASSES]
+
+
+def test_the_engine_learns_at_once_that_the_last_slice_was_launched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(slices, "POLL_SECONDS", 30)
+    for launch in (Pace.finish, partial(Pace.step, step=DECODING)):
+        pace = timed(5)
+        with pace.replay(5) as launched:
+            sleep(0.01)  # it waits
+            launch(pace)
+            launched.result(10)
 
 
 def test_before_a_step_has_been_measured_all_wait_for_one_slice() -> None:
@@ -258,6 +314,25 @@ def test_a_step_is_timed_without_slices_and_idle_time(monkeypatch: pytest.Monkey
     assert pace.times._seconds == pytest.approx({Step(10, 0): 10, Step(5, 0): 10})
 
 
+def test_while_no_step_runs_two_slices_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = SimulatedStream()
+    monkeypatch.setattr(SimulatedStream, "now", 0.0)
+    pace = CudaPace(5, cast(torch.cuda.Stream, compute))
+    pace.times.add(READING, 100)
+    assert not pace.finish()
+    with ThreadPoolExecutor(1) as threads:
+        launched = threads.submit(pace.launch, [(9.0, partial(compute.run, 9))] * 3)
+        for now, ends in ((5.0, 18.0), (10.0, 27.0)):  # the second begins at 9
+            monkeypatch.setattr(SimulatedStream, "now", now)
+            limit = monotonic() + 10
+            while compute.end < ends and monotonic() < limit:
+                sleep(0.001)
+            sleep(0.02)
+            assert compute.end == ends
+            assert launched.done() == (ends == 27)
+        monkeypatch.setattr(SimulatedStream, "now", 99.0)  # so that a test that fails ends
+
+
 def test_a_step_launches_nothing_when_no_slice_is_ready() -> None:
     pace = Recorded(5)
     pace.step(DECODING)
@@ -278,15 +353,20 @@ def test_a_slice_that_fails_fails_its_replay_not_the_step() -> None:
 
     pace = Recorded(5)
     with ThreadPoolExecutor(1) as threads:
-        launched = threads.submit(pace.launch, [(1.0, fail), (1.0, fail)])
-        pace.waits()
-        pace.step(DECODING)
-        with pytest.raises(ZeroDivisionError):
-            launched.result(10)
+        for early in (False, True):
+            launched = threads.submit(pace.launch, [(1.0, fail), (1.0, fail)])
+            pace.waits()
+            if early:
+                pace.times.add(READING, 16)
+                assert not pace.finish(), "nothing was encoded"
+            else:
+                pace.step(DECODING)
+            with pytest.raises(ZeroDivisionError):
+                launched.result(10)
     with pace.replay(1) as launched:
         pace.step(DECODING)
         launched.result(10)
-    assert pace.seen == ["after", "step", "after", "slice", "step"]
+    assert pace.seen == ["after", "step", "after", "after", "slice", "step"]
 
 
 def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
@@ -306,7 +386,7 @@ def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
         launched.result(10)
 
 
-def test_packs_are_completed_while_others_wait_for_a_step() -> None:
+def test_packs_are_completed_when_their_slices_are_launched() -> None:
     capacity = Capacity(((64,),), (64,), items=1, frames=0)
     tower, device, metrics = ToyTower(), Device(), EncoderMetrics()
     pace = device.pace = Recorded(0.004)

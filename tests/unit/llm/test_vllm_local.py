@@ -291,23 +291,52 @@ def test_a_step_uses_rows_whose_last_slices_were_launched_when_it_was_scheduled(
         return True
 
     stubbed.step(request)
-    stubbed.submitted(1)
+    (answer,) = stubbed.submitted(1)
+    answer.set_running_or_notify_cancel()
     monkeypatch.setattr(stubbed.engine.device.pace, "finish", finish)
     assert stubbed.step(Images("text", {}), request, request)[1:] == [request, request]
     assert calls == ["finish"], "once a step"
     assert not stubbed.items
 
 
-def test_a_step_is_scheduled_even_if_the_engine_does_not_answer(
+def test_scheduling_waits_only_for_what_is_being_encoded_and_not_for_long(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = stubbed.images("a", "x")
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    request, waits = stubbed.images("a", "x", "y"), list[float]()
+    monkeypatch.setattr(vllm_local, "wait", lambda futures, seconds: waits.append(seconds))
     monkeypatch.setattr(stubbed.engine.device.pace, "finish", lambda: True)
-    assert stubbed.step(request) == []  # nothing is being encoded yet
-    stubbed.submitted(1)
     assert stubbed.step(request) == []
-    stubbed.answer(0)
-    assert stubbed.step(request) == [request]
+    answers = stubbed.submitted(2)
+    assert stubbed.step(request) == []
+    assert waits == []
+    answers[1].set_running_or_notify_cancel()
+    assert stubbed.step(request) == []
+    assert waits == [vllm_local.LAUNCHED_SECONDS]
+    monkeypatch.setattr(stubbed.engine.device.pace, "finish", lambda: False)
+    assert stubbed.step(request) == []
+    assert len(waits) == 1
+
+
+def test_the_last_slices_of_an_image_are_launched_while_its_step_is_scheduled(
+    halves: Halves,
+) -> None:
+    """With the real engine and pace, and a device that runs steps all the time."""
+    pace = halves.worker.encoder.pace
+    pace.idle = lambda: False
+    pace.times.add(Step(64, 0), 100)
+    plan, patches = patchifier_of(halves.spec).patchify(picture(1))
+    made = as_vllm(Item(plan, patches.numpy()), halves.spec, torch.uint8)
+    grid = torch.tensor(plan.grid_thw)
+    data = elements(pixel_values=made, image_grid_thw=grid)
+    request = Images("a", {"image": ("image", data, plan.tokens)})
+    assert halves.step(request) == []
+    end = time.monotonic() + 20
+    while not pace._slices:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    assert halves.step(request) == [request]
+    assert "image" in halves.cache
 
 
 def test_an_image_of_two_requests_is_encoded_once(stubbed: Stubbed) -> None:
@@ -597,6 +626,8 @@ def test_what_cannot_work_is_refused_at_start(
         start("qwen3vl-tiny", cards=2)
     with pytest.raises(ValueError, match="is shm"):
         start("qwen3vl-tiny", cache="shm")
+    with pytest.raises(ValueError, match="exact"):
+        start("qwen3vl-tiny", graphs={"mode": "exact"})
     with pytest.raises(ValueError, match="not pixtral"):
         start("pixtral-12b")
     with pytest.raises(ValueError, match="chunks"):
