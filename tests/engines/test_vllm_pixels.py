@@ -217,6 +217,16 @@ def test_several_images_and_options_of_a_request(
     assert_equal(found, by_vllm(renderers.stock, *files, **extras))
 
 
+def test_placeholders_of_images_are_not_tokenized(renderers: Renderers) -> None:
+    ours, theirs = (one.get_mm_processor() for one in (renderers.local, renderers.stock))
+    if not hasattr(theirs, "_get_hf_mm_text"):
+        pytest.skip("this vLLM tokenizes them itself")
+    assert ours._get_hf_mm_text({"image": 2}) is None
+    assert theirs._get_hf_mm_text({"image": 2}) or "qwen3" not in str(type(theirs)).lower()
+    video = {"image": 1, "video": 1}
+    assert ours._get_hf_mm_text(video) == theirs._get_hf_mm_text(video)
+
+
 def test_videos_are_vllms(renderers: Renderers, work: Any) -> None:
     file = video(8, size=(96, 64), fps=4)
     found = rendered(renderers.local, file)
