@@ -280,6 +280,12 @@ def test_slices_are_launched_before_steps_of_the_model_alone(
     assert launched == [0, 0, 1], "before the next step is prepared, if there is one"
 
 
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes scheduling wait for the engine's thread, however busy the machine is."""
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    monkeypatch.setattr(vllm_local, "LAUNCHED_SECONDS", 20)
+
+
 def test_a_step_uses_rows_whose_last_slices_were_launched_when_it_was_scheduled(
     stubbed: Stubbed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -294,6 +300,7 @@ def test_a_step_uses_rows_whose_last_slices_were_launched_when_it_was_scheduled(
     (answer,) = stubbed.submitted(1)
     answer.set_running_or_notify_cancel()
     monkeypatch.setattr(stubbed.engine.device.pace, "finish", finish)
+    patient(monkeypatch)
     assert stubbed.step(Images("text", {}), request, request)[1:] == [request, request]
     assert calls == ["finish"], "once a step"
     assert not stubbed.items
@@ -319,9 +326,10 @@ def test_scheduling_waits_only_for_what_is_being_encoded_and_not_for_long(
 
 
 def test_the_last_slices_of_an_image_are_launched_while_its_step_is_scheduled(
-    halves: Halves,
+    halves: Halves, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the real engine and pace, and a device that runs steps all the time."""
+    patient(monkeypatch)
     pace = halves.worker.encoder.pace
     pace.idle = lambda: False
     pace.times.add(Step(64, 0), 100)
