@@ -348,8 +348,13 @@ def test_vllm_keeps_its_code_if_ours_would_differ_or_not_be_called(
             lambda self, *args, **options: call(Renamed(self), *args, **options),
         )
     elif what in ("another layout", "another dtype"):
-        changed = {"another layout": lambda x: x.flip(1), "another dtype": lambda x: x.short()}
-        monkeypatch.setattr(pixels, "contiguous", lambda x: changed[what](x.contiguous()))
+        ours = pixels.OURS["patchify"]
+
+        def patchify(*args: Any, **options: Any) -> Any:
+            patches, *grid = ours(*args, **options)
+            return (patches.flip(1) if what == "another layout" else patches.short()), *grid
+
+        monkeypatch.setitem(pixels.OURS, "patchify", patchify)
     elif what == "other pixels":
         monkeypatch.setattr(pixels, "plain_jpeg", lambda data, image: 255 - np.array(image))
     elif what == "another connector":
