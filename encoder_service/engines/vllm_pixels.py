@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from base64 import b64encode
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -77,8 +77,8 @@ def use(renderer: Any) -> None:
 
 
 def text_of(theirs: Callable[[Mapping[str, int]], str | None], items: Mapping[str, int]) -> Any:
-    """What transformers' processor tokenizes besides images and videos, of which vLLM wants no
-    tokens for images. A page of A4 has 3,796, which take tens of milliseconds."""
+    """The text that transformers' processor gets with images and videos: none for images, because
+    vLLM discards its tokens, of which a page of A4 has 3,796."""
     return theirs(items) if items.get("video") else None
 
 
@@ -124,8 +124,8 @@ def patchify(
             merge_size=merge_size,
             temporal_patch_size=temporal_patch_size,
         )
-    rows, columns = height // block, width // block
-    shape = rows, columns * merge_size**2, 3, temporal_patch_size, patch_size**2
+    rows, row_patches = height // block, width // block * merge_size**2
+    shape = rows, row_patches, 3, temporal_patch_size, patch_size**2
     cut: npt.NDArray[np.uint8] = np.empty(shape, np.uint8)
 
     def cut_part(first: int, end: int) -> None:
@@ -134,10 +134,10 @@ def patchify(
 
     begins = range(0, rows, max(FEWEST_ROWS, -(-rows // PARTS)))
     apply = cutting.map if len(begins) > 1 else map
-    deque(apply(cut_part, begins, [*begins[1:], rows]), 0)
+    list(apply(cut_part, begins, [*begins[1:], rows]))  # waits, and raises what a part raised
     used["patchify"] += 1
-    log.debug("cut an image into %d patches", cut.shape[0] * cut.shape[1])
-    patches = torch.from_numpy(cut).view(1, cut.shape[0] * cut.shape[1], -1)
+    log.debug("cut an image into %d patches", rows * row_patches)
+    patches = torch.from_numpy(cut).view(1, rows * row_patches, -1)
     return patches, height // patch_size, width // patch_size
 
 
