@@ -484,7 +484,7 @@ def plot(reports: Sequence[PhaseReport], path: Path) -> None:
         if not place:
             axes.set_yticks([index + 0.4 for index in range(len(loads))], loads)
             axes.invert_yaxis()
-            axes.legend(fontsize="small")
+            figure.legend(loc="outside lower center", ncols=len(servers), fontsize="small")
     figure.savefig(path, dpi=110, format="png")
 
 
