@@ -311,7 +311,7 @@ def test_calls_that_send_nothing_end_when_others_wait(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_calls, "OPEN_SECONDS", 0.2)
+    monkeypatch.setattr(grpc_calls, "OPEN_SECONDS", 1.0)
 
     async def run() -> None:
         (port,) = free_ports(1)
