@@ -165,8 +165,6 @@ class ModelOptions(Options):
     text tower. For CLIP, SigLIP, SigLIP 2, DINOv2, DINOv3 and MLCD."""
     tower: Literal["vision", "audio"] | None = None
     """The tower to serve if a checkpoint has both, such as Qwen3-Omni's. A service serves one."""
-    trust: Literal["never"] = "never"
-    """Code from a repository is never run. There is no other value."""
     images_kwargs: ImagesKwargs = ImagesKwargs()
     """Defaults for requests that do not set them. Budgets are generated up to this size."""
     videos_kwargs: VideosKwargs = VideosKwargs()

@@ -30,8 +30,8 @@ from encoder_service.api.errors import AtItem
 from encoder_service.config import LIVE, ServiceOptions, fit
 from encoder_service.llm import embeddings
 from encoder_service.llm import http as chat_http
+from encoder_service.llm.calls import ChatCall, ChatEvent, ChatFailed
 from encoder_service.llm.http import ChatService, ReplicaLost
-from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.ops.exchange import Failure
 from encoder_service.ops.status import Glance, Page, Scrape

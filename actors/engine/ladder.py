@@ -20,6 +20,7 @@ Indices = npt.NDArray[np.intp]
 
 MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
 
+ROUNDS = 5000  # packs that are simulated
 WAITING_ITEMS = 2.0
 """Mean number of items waiting for a pack. Small, because `least_cost` packing splits long queues
 to fit small budgets."""
@@ -120,7 +121,7 @@ def rounded_up(
 
 
 def simulated_loads(
-    items: Mapping[ItemPlan, float], waiting_items: float, capacity: Capacity, rounds: int = 5000
+    items: Mapping[ItemPlan, float], waiting_items: float, capacity: Capacity
 ) -> list[dict[int, float]]:
     """For each path: tokens of a pack -> how often, if `waiting_items` items wait on average.
 
@@ -128,7 +129,7 @@ def simulated_loads(
     item always occur. `items`: how often each occurs. Deterministic. Packs beyond the largest
     budget run eagerly and do not count, nor do paths on which a pack has no tokens.
     """
-    waiting = np.random.default_rng(0).geometric(1 / waiting_items, rounds)
+    waiting = np.random.default_rng(0).geometric(1 / waiting_items, ROUNDS)
     drawn = Random(0).choices(list(items), list(items.values()), k=int(waiting.sum()))
     loads: list[Counter[int]] = [Counter() for _ in capacity.tokens]
     start = 0

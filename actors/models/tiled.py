@@ -13,7 +13,7 @@ from torch import Tensor
 
 from actors.errors import ConfigError
 from actors.kernels.attention import Attention, Shapes, Values
-from actors.models.layers.block import BlocksForm, BlockWeights, Style
+from actors.models.layers.block import Affine, BlocksForm, BlockWeights, Style, layer_norm
 from actors.models.layers.patches import centred, places
 from actors.models.tower import Tower
 from actors.spec.model_spec import ModelSpec
@@ -41,6 +41,19 @@ class TileParts:
     """cos, sin: float32 [rows of `start`, head size / 2]."""
     taps: Sequence[int] = ()
     """Layers whose outputs the head gets, too, concatenated before the output of the last."""
+
+
+def class_head(spec: ModelSpec, last: Affine, epsilon: float) -> Callable[[Tensor], Tensor]:
+    """The last norm of a tile's rows, or of its class token alone if the model gives vectors."""
+    assert isinstance(spec.sizing, TileSizing)
+    rows = spec.sizing.tile_tokens
+
+    def head(x: Tensor) -> Tensor:
+        if spec.vector:
+            x = x.view(-1, rows, x.shape[-1])[:, 0]
+        return layer_norm(x, last, epsilon)
+
+    return head
 
 
 class TileTower(Tower):

@@ -44,7 +44,7 @@ class Lender:
     def __init__(self, size_bytes: int) -> None:
         """Raises OSError, also if the system cannot tell when a process ends."""
         os.close(os.pidfd_open(os.getpid()))
-        self.shared, self.handle = make_shared("rows", size_bytes)
+        self.shared, self.handle = make_shared(size_bytes)
         self._marks = self.shared.header
         self._allocator = Allocator(size_bytes)
         self._slots = list(range(len(self._marks)))

@@ -46,7 +46,7 @@ class BlockMemory:
     @classmethod
     def shared(cls, size_bytes: int) -> Self:
         """Shared host memory, allocated page by page as it is used. Raises OSError."""
-        shared, handle = make_shared("rows", size_bytes)
+        shared, handle = make_shared(size_bytes)
         return cls(torch.from_numpy(shared.memory), handle, torch.from_numpy(shared.header))
 
     @property

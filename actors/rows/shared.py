@@ -34,10 +34,10 @@ class SharedMemory:
         return np.frombuffer(self.memory.data, np.uint8, size_bytes, offset)
 
 
-def make_shared(name: str, size_bytes: int) -> tuple[SharedMemory, MemoryHandle]:
+def make_shared(size_bytes: int) -> tuple[SharedMemory, MemoryHandle]:
     """Memory that is allocated page by page as it is used, and its handle, which is valid as long
     as the memory is referred to. Raises OSError."""
-    file = sealed_file(name, HEADER_BYTES + size_bytes)
+    file = sealed_file("rows", HEADER_BYTES + size_bytes)
     whole = np.frombuffer(mmap.mmap(file, HEADER_BYTES + size_bytes), np.uint8)
     key = token_hex(KEY_BYTES // 2)
     whole[:KEY_BYTES] = np.frombuffer(key.encode(), np.uint8)

@@ -29,8 +29,8 @@ OVERHEAD_BYTES = 4096  # per entry besides its rows, so that many small ones are
 
 
 class EmbeddingCache:
-    """An LRU cache. Keeps references to shared memory, not copies, so that the cost of a hit does
-    not depend on its size. Thread-safe."""
+    """An LRU cache. Keeps references to the shared memory of large embeddings, so that the cost of
+    a hit does not depend on their size, and copies of small ones. Thread-safe."""
 
     def __init__(self, max_bytes: int, metrics: EncoderMetrics) -> None:
         self.max_bytes = max_bytes

@@ -13,11 +13,11 @@ import grpc
 from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from encoder_service.client.items import ServiceError, service_error
+from encoder_service.client.items import ServiceError, check_each, service_error
 from encoder_service.wire import encoder_pb2 as pb
-from encoder_service.wire.documents import KWARGS, RequestItem, check_option
+from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.encoder_grpc import CHUNK_KEY, LARGEST_CHUNK_BYTES, EncoderStub, unpacked
-from encoder_service.wire.formats import Document, WireError, without
+from encoder_service.wire.formats import Document, without
 
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -199,24 +199,10 @@ def request_of(items: list[RequestItem], options: dict[str, Any]) -> pb.EncodeRe
         parts = [message(item) for item in items]
         return pb.EncodeRequest(items=parts, options=pb.Options(**options))
     except (TypeError, ValueError) as error:
-        check(options, pb.Options, "options")
+        check_each(options, "options", lambda name, value: pb.Options(**{name: value}))
         for index, item in enumerate(items):
-            check(item.own(), pb.Item, f"items[{index}]")
+            check_each(item.own(), f"items[{index}]", lambda name, value: pb.Item(**{name: value}))
         raise ServiceError("invalid_option", f"not sent: {error}") from error
-
-
-def check(values: dict[str, Any], kind: Any, where: str) -> None:
-    """Raises ServiceError for the first value that a message of this kind cannot hold."""
-    for name, value in values.items():
-        try:
-            if name in KWARGS:
-                check_option(name, value)
-            kind(**{name: value})
-        except WireError as error:
-            raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
-        except (TypeError, ValueError):
-            shown = f"not sent: {where}.{name} cannot be {value!r:.40}"
-            raise ServiceError("invalid_option", shown) from None
 
 
 def message(item: RequestItem) -> pb.Item:

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from io import BytesIO
@@ -22,8 +22,15 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
-from encoder_service.wire.documents import KWARGS, SOUNDS, VIDEOS, RequestItem, name_format
-from encoder_service.wire.formats import WIDTHS, to_array
+from encoder_service.wire.documents import (
+    KWARGS,
+    SOUNDS,
+    VIDEOS,
+    RequestItem,
+    check_option,
+    name_format,
+)
+from encoder_service.wire.formats import WIDTHS, Document, WireError, to_array
 
 if TYPE_CHECKING:
     import torch
@@ -394,6 +401,20 @@ def request_item(source: Source) -> RequestItem:
     if not stat.S_ISREG(Path(name).stat().st_mode):  # reading a named pipe may never end
         raise OSError(f"{printable(name)}: not a regular file")
     return RequestItem(kind, Path(name).read_bytes())
+
+
+def check_each(values: Document, where: str, holds: Callable[[str, Any], object]) -> None:
+    """Raises ServiceError for the first value that cannot be sent: `holds` raises for it."""
+    for name, value in values.items():
+        try:
+            if name in KWARGS:
+                check_option(name, value)
+            holds(name, value)
+        except WireError as error:
+            raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
+        except (OverflowError, TypeError, ValueError):
+            shown = f"not sent: {where}.{name} cannot be {value!r:.40}"
+            raise ServiceError("invalid_option", shown) from None
 
 
 def printable(path: str) -> str:

@@ -16,9 +16,9 @@ import aiohttp
 import msgpack
 from yarl import URL
 
-from encoder_service.client.items import ServiceError, service_error
+from encoder_service.client.items import ServiceError, check_each, service_error
 from encoder_service.client.receiving import Takeover, read_embeddings
-from encoder_service.wire.documents import KWARGS, RequestItem, check_option
+from encoder_service.wire.documents import RequestItem
 from encoder_service.wire.formats import JSON, MSGPACK, SAFETENSORS, Document, WireError, read_json
 
 if TYPE_CHECKING:
@@ -230,24 +230,10 @@ def packed(items: list[RequestItem], options: dict[str, Any]) -> bytes:
         found: bytes = msgpack.packb({"items": documents, "options": options})
     except (OverflowError, TypeError):
         for index, document in enumerate(documents):
-            check_packed(document, f"items[{index}]")
-        check_packed(options, "options")
+            check_each(document, f"items[{index}]", lambda _, value: msgpack.packb(value))
+        check_each(options, "options", lambda _, value: msgpack.packb(value))
         raise
     return found
-
-
-def check_packed(values: dict[str, Any], where: str) -> None:
-    """Raises ServiceError for the first value that msgpack cannot hold."""
-    for name, value in values.items():
-        try:
-            if name in KWARGS:
-                check_option(name, value)
-            msgpack.packb(value)
-        except WireError as error:
-            raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
-        except (OverflowError, TypeError):
-            shown = f"not sent: {where}.{name} cannot be {value!r:.40}"
-            raise ServiceError("invalid_option", shown) from None
 
 
 async def pieces(body: bytes) -> AsyncIterator[memoryview]:

@@ -29,8 +29,8 @@ from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline
+from encoder_service.llm.calls import ChatCall, ChatEvent, ChatFailed, Finish
 from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
-from encoder_service.llm.schema import ChatCall, ChatEvent, ChatFailed, Finish
 from encoder_service.llm.spec import LlmSpec
 from router.here import Reader, encode_here
 from router.replicas.pinned import by_reference

@@ -30,11 +30,11 @@ from encoder_service.api.schema import ERRORS, ErrorDocument, RequestOptions, sc
 from encoder_service.api.upload import check_length, read_body
 from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Deadline, Take, check_items, offload
+from encoder_service.llm.calls import StrictModel
 from encoder_service.llm.http import MOST_CHARACTERS_A_TOKEN, MOST_VALUES, refusal
 from encoder_service.llm.schema import (
     ImagePart,
     InvalidKey,
-    StrictModel,
     TextPart,
     UnknownModel,
     invalid,

@@ -32,18 +32,14 @@ from encoder_service.api.upload import read_body
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline, Take, offload
 from encoder_service.intake.media import Admission
+from encoder_service.llm.calls import ChatCall, ChatEvent, Finish, Piece, Reason
 from encoder_service.llm.schema import (
     LOW_PIXELS,
     REQUESTS,
-    ChatCall,
-    ChatEvent,
     ChatKwargs,
     ChatRequest,
-    Finish,
     ImagePart,
     InvalidKey,
-    Piece,
-    Reason,
     UnknownModel,
     VideoPart,
     item,

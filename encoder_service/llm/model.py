@@ -33,8 +33,8 @@ from actors.spec.checkpoint import Preset, find
 from actors.store.writer import tensor
 from actors.types import Embedding
 from encoder_service.config import LlmOptions
+from encoder_service.llm.calls import ChatCall, ChatEvent, Finish, Piece, SamplingParams
 from encoder_service.llm.prompt import TEXT, Placed, Prompt, prompt
-from encoder_service.llm.schema import ChatCall, ChatEvent, Finish, Piece, SamplingParams
 from encoder_service.llm.spec import LlmSpec
 
 GREEDY_BELOW = 1e-5

@@ -16,7 +16,7 @@ from actors.options import ModelOptions
 from actors.spec.checkpoint import Files, Preset, find
 from actors.spec.video import VideoSizing, retained_tokens
 from actors.types import Grid, Kind, Media
-from encoder_service.llm.schema import Message
+from encoder_service.llm.calls import Message
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.wire.formats import Document
 

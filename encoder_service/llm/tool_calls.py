@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from actors.errors import ConfigError, InvalidRequest
-from encoder_service.llm.schema import Reason, ToolUse
+from encoder_service.llm.calls import Reason, ToolUse
 from encoder_service.wire.formats import Document
 
 

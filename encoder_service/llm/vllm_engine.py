@@ -27,9 +27,7 @@ from actors.store.writer import tensor
 from actors.types import Embedding, Media
 from encoder_service.config import LlmOptions
 from encoder_service.engines.vllm import CONNECTOR, REFERENCE, content_id
-from encoder_service.llm.places import PlaceServer
-from encoder_service.llm.prompt import TEXT, Placed, Prompt
-from encoder_service.llm.schema import (
+from encoder_service.llm.calls import (
     ChatCall,
     ChatEvent,
     Finish,
@@ -39,6 +37,8 @@ from encoder_service.llm.schema import (
     TextFormat,
     VllmParams,
 )
+from encoder_service.llm.places import PlaceServer
+from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.tool_calls import ToolCalls, ToolParsers
 from encoder_service.wire.formats import Document

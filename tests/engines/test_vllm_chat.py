@@ -31,8 +31,8 @@ from encoder_service.bench.cluster import APPLICATION, cluster, logical_cpus, se
 from encoder_service.config import ServiceOptions
 from encoder_service.engines.vllm import content_id
 from encoder_service.llm import vllm_engine
+from encoder_service.llm.calls import ToolUse
 from encoder_service.llm.chat import BY_VALUE_SECONDS
-from encoder_service.llm.schema import ToolUse
 from encoder_service.llm.tool_calls import ToolParsers
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm

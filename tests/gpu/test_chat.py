@@ -13,9 +13,9 @@ from actors.families.registry import read as read_tower
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
+from encoder_service.llm.calls import Finish, SamplingParams
 from encoder_service.llm.model import Generator
 from encoder_service.llm.prompt import Placed, Prompt, byte_tokenizer
-from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import read
 from tests.checkpoints import TOKENS, write
 

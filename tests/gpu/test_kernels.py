@@ -32,7 +32,6 @@ from actors.kernels.triton.elementwise import (  # noqa: E402
     activated,
     add_positions_,
     norm,
-    quantised,
     rotate_,
     shifted,
 )
@@ -56,12 +55,10 @@ def test_norm(rows: int, width: int, centred: bool) -> None:
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
 @pytest.mark.parametrize("width", [1152, 4352, 4608])
-def test_rows_in_fp8(rows: int, width: int) -> None:
-    x = torch.randn(rows, width + 64, dtype=torch.bfloat16)[:, :width]  # rows that lie apart
+def test_norms_in_fp8(rows: int, width: int) -> None:
+    x, shift = torch.randn(rows, width, dtype=torch.bfloat16), torch.randn(width)
     x *= torch.logspace(-4, 4, rows)[:, None].bfloat16()
     x[rows // 2 :][1:2] = 0  # one of several rows
-    assert difference(quantised(x).float(), fp8.quantised(x).float()) < 1e-2
-    x, shift = x.contiguous(), torch.randn(width)
     weight, bias = torch.randn(width).bfloat16(), torch.randn(width).bfloat16()
     expected = F.layer_norm(x.float() + shift, (width,), weight.float(), bias.float(), 1e-6)
     scales = scales_for(fp8.largest_normed(weight, bias))

@@ -25,6 +25,7 @@ from actors.options import ModelOptions
 from actors.types import Clip, ItemPlan, Media, Size
 from encoder_service.config import LlmOptions
 from encoder_service.llm import model as language_model
+from encoder_service.llm.calls import Finish, SamplingParams
 from encoder_service.llm.model import Generator
 from encoder_service.llm.prompt import (
     Placed,
@@ -33,7 +34,6 @@ from encoder_service.llm.prompt import (
     expand,
     place,
 )
-from encoder_service.llm.schema import Finish, SamplingParams
 from encoder_service.llm.spec import LlmSpec, read
 from tests.checkpoints import write
 from tests.parity.conftest import Pair, made

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from actors.models.layers.block import Style, layer_norm
+from actors.models.layers.block import Style
 from actors.models.layers.patches import resized_table
 from actors.models.layers.weights import (
     BlockNames,
@@ -22,7 +21,7 @@ from actors.models.layers.weights import (
     expected_blocks,
     table_side,
 )
-from actors.models.tiled import TileParts, TileTower
+from actors.models.tiled import TileParts, TileTower, class_head
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 from actors.spec.tiles import OneTile
@@ -78,14 +77,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     assert isinstance(spec.sizing, OneTile)
-    tower, rows, vector = Dimensions.read(spec), spec.sizing.tile_tokens, spec.vector
-    last, epsilon = weights.affine(LAST_NORM), float(spec.vision["layer_norm_eps"])
-
-    def head(x: Tensor) -> Tensor:
-        if vector:
-            x = x.view(-1, rows, tower.width)[:, 0]
-        return layer_norm(x, last, epsilon)
-
+    tower, epsilon = Dimensions.read(spec), float(spec.vision["layer_norm_eps"])
     table, classes = (
         weights.tensors[f"embeddings.{name}"][0].float()
         for name in ("position_embeddings", "cls_token")
@@ -99,7 +91,7 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         start=weights.start(PATCHES, spec, positions, classes),
         layers=weights.blocks(names_of(spec), tower.depth),
         style=Style(tower.heads, "swiglu" if spec.vision["use_swiglu_ffn"] else "gelu", epsilon),
-        head=head,
+        head=class_head(spec, weights.affine(LAST_NORM), epsilon),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from actors.models.layers.block import Style, layer_norm
+from actors.models.layers.block import Style
 from actors.models.layers.weights import (
     BlockNames,
     Dimensions,
@@ -21,7 +21,7 @@ from actors.models.layers.weights import (
     affine,
     expected_blocks,
 )
-from actors.models.tiled import TileParts, TileTower
+from actors.models.tiled import TileParts, TileTower, class_head
 from actors.models.tower import Family
 from actors.spec.model_spec import ModelSpec
 from actors.spec.tiles import OneTile
@@ -70,14 +70,7 @@ def expected(spec: ModelSpec) -> Expected:
 
 def parts(spec: ModelSpec, weights: Weights) -> TileParts:
     assert isinstance(spec.sizing, OneTile)
-    tower, rows, vector = Dimensions.read(spec), spec.sizing.tile_tokens, spec.vector
-    last, epsilon = weights.affine(LAST_NORM), float(spec.vision["layer_norm_eps"])
-
-    def head(x: Tensor) -> Tensor:
-        if vector:
-            x = x.view(-1, rows, tower.width)[:, 0]
-        return layer_norm(x, last, epsilon)
-
+    tower, epsilon = Dimensions.read(spec), float(spec.vision["layer_norm_eps"])
     tokens = [weights.tensors[f"embeddings.{name}"][0].float() for name in TOKENS]
     nowhere = torch.zeros(spec.sizing.side_patches**2, tower.width, device=tokens[0].device)
     cos, sin = rotary(spec.sizing.side_patches, tower.head_size, float(spec.vision["rope_theta"]))
@@ -87,7 +80,7 @@ def parts(spec: ModelSpec, weights: Weights) -> TileParts:
         start=weights.start(PATCHES, spec, nowhere, torch.cat(tokens)),
         layers=weights.blocks(names_of(spec), tower.depth),
         style=Style(tower.heads, "swiglu" if spec.vision["use_gated_mlp"] else "gelu", epsilon),
-        head=head,
+        head=class_head(spec, weights.affine(LAST_NORM), epsilon),
         rotary=(
             F.pad(cos, before, value=1.0).to(weights.device),
             F.pad(sin, before).to(weights.device),

@@ -195,8 +195,7 @@ class Fp8Rows:
 
 
 def quantised(x: Tensor) -> Fp8Rows:
-    """Quantises each row of x [rows, columns] by itself, in plain torch. On CUDA,
-    kernels/triton/elementwise.py is faster.
+    """Quantises each row of x [rows, columns] by itself.
 
     A row's largest value becomes 448. A row with an infinite value becomes NaN. In this
     implementation, so does a row with a NaN.

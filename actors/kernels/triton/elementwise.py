@@ -1,5 +1,4 @@
-"""What runs between the GEMMs of a block, each in one pass: norm, rotary, activation, additions;
-and the quantisation of rows that leave the service.
+"""What runs between the GEMMs of a block, each in one pass: norm, rotary, activation, additions.
 
 On short sequences, norm and rotary start before the previous kernel has finished; see `overlaps`.
 """
@@ -14,7 +13,7 @@ from triton.language.extra import cuda
 
 from actors.kernels import GATED
 from actors.kernels.gemm import fp8
-from actors.kernels.gemm.fp8 import Fp8Matrix, Fp8Rows, Matrix, values
+from actors.kernels.gemm.fp8 import Fp8Matrix, Matrix, values
 from actors.kernels.hopper.cuda import overlaps
 
 BLOCK = 1024  # columns or pairs per program
@@ -23,7 +22,6 @@ WIDE = 2048  # norms of wider rows take one row per program
 NORM_ROWS = 2048
 """Norms of up to this many rows are fastest with four rows per program, others with one (H200)."""
 SHIFT_ROWS = 4
-FEWEST_REST = 16
 
 LARGEST, TINY = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.TINY)
 
@@ -115,52 +113,6 @@ def empty(x: Tensor, width: int, scales: Tensor | None) -> Matrix:
     dtype = x.dtype if scales is None else torch.float8_e4m3fn
     made = torch.empty(len(x), width, dtype=dtype, device=x.device)
     return made if scales is None else Fp8Matrix(made, scales)
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def quantise_kernel(
-    x: tl.tensor,
-    out: tl.tensor,
-    scales: tl.tensor,
-    stride: tl.tensor,
-    width: tl.tensor,
-    FIRST: tl.constexpr,
-    REST: tl.constexpr,
-) -> None:
-    """One row per program: FIRST columns and up to REST more, so that few lanes are idle."""
-    row = tl.program_id(0).to(tl.int64)
-    first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
-    at = x + row * stride
-    a = tl.load(at + first, mask=first < width, other=0.0).to(tl.float32)
-    b = tl.load(at + rest, mask=rest < width, other=0.0).to(tl.float32)
-    largest = tl.maximum(tl.max(tl.abs(a), 0), tl.max(tl.abs(b), 0))
-    largest = tl.maximum(largest, TINY)
-    tl.store(scales + row, largest / LARGEST)
-    to = out + row * width
-    kind = out.dtype.element_ty
-    tl.store(to + first, (a * (LARGEST / largest)).to(kind), mask=first < width)
-    tl.store(to + rest, (b * (LARGEST / largest)).to(kind), mask=rest < width)
-
-
-def quantised(x: Tensor) -> Fp8Rows:
-    """Quantises each row of x [rows, width] by itself. A row is contiguous."""
-    rows, width = x.shape
-    out = Fp8Rows(
-        torch.empty(rows, width, dtype=torch.float8_e4m3fn, device=x.device),
-        torch.empty(rows, dtype=torch.float32, device=x.device),
-    )
-    first = triton.next_power_of_2(width + 1) // 2
-    quantise_kernel[(rows,)](
-        x,
-        out.values,
-        out.scales,
-        x.stride(0),
-        width,
-        FIRST=first,
-        REST=max(FEWEST_REST, triton.next_power_of_2(width - first)),
-        num_warps=8 if width > WIDE else 4,
-    )
-    return out
 
 
 @triton.jit  # type: ignore[untyped-decorator]

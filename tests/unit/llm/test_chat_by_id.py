@@ -18,9 +18,7 @@ from encoder_service.config import LimitOptions, LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
-from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
-from encoder_service.llm.prompt import Prompt, load_tokenizer
-from encoder_service.llm.schema import (
+from encoder_service.llm.calls import (
     ChatCall,
     ChatEvent,
     ChatFailed,
@@ -28,6 +26,8 @@ from encoder_service.llm.schema import (
     Piece,
     SamplingParams,
 )
+from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
+from encoder_service.llm.prompt import Prompt, load_tokenizer
 from tests.images import jpeg
 from tests.unit.fleet import embedding
 

@@ -11,8 +11,8 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import Message
 from encoder_service.llm.prompt import Placed, expand, load_tokenizer, prompt
-from encoder_service.llm.schema import Message
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")
 CPU = LlmOptions(num_gpus=0, device="cpu")

@@ -17,9 +17,9 @@ from encoder_service.config import LimitOptions, LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import ChatCall, ChatFailed, SamplingParams
 from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
 from encoder_service.llm.prompt import load_tokenizer
-from encoder_service.llm.schema import ChatCall, ChatFailed, SamplingParams
 from tests.images import jpeg
 
 TINY = ModelOptions(id="qwen3vl-tiny", load_format="dummy")

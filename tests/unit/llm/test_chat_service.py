@@ -21,18 +21,14 @@ from encoder_service.api.http import build
 from encoder_service.config import LimitOptions, LlmEngine, LlmOptions, ServiceOptions
 from encoder_service.llm import http as chat_http
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import ChatCall, ChatEvent, Finish, Piece, SamplingParams
 from encoder_service.llm.http import ATTEMPTS, ChatService, ReplicaLost
 from encoder_service.llm.schema import (
     MOST_LEVELS,
     REQUESTS,
-    ChatCall,
-    ChatEvent,
     ChatKwargs,
     ChatRequest,
-    Finish,
     InvalidKey,
-    Piece,
-    SamplingParams,
     SizeRange,
     parse,
 )

@@ -10,9 +10,9 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import SamplingParams
 from encoder_service.llm.model import TransformersEngine
 from encoder_service.llm.prompt import load_tokenizer, prompt
-from encoder_service.llm.schema import SamplingParams
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e-40])

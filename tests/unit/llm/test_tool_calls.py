@@ -17,8 +17,9 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import Finish, Piece, ToolUse
 from encoder_service.llm.prompt import load_tokenizer, prompt
-from encoder_service.llm.schema import MOST_LEVELS, Finish, InvalidKey, Piece, ToolUse, parse
+from encoder_service.llm.schema import MOST_LEVELS, InvalidKey, parse
 from encoder_service.llm.tool_calls import ToolCalls, ToolParsers
 from tests.unit.llm.test_chat_service import CALL, HELLO, PATH, Replicas, client, events, nested
 

@@ -19,8 +19,9 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions, ServiceOptions, resources
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm.calls import ChatCall, Finish, Piece, VllmParams
 from encoder_service.llm.prompt import Placed, Prompt, expand, load_tokenizer
-from encoder_service.llm.schema import ChatCall, Finish, InvalidKey, Piece, VllmParams, parse
+from encoder_service.llm.schema import InvalidKey, parse
 from encoder_service.llm.spec import LlmSpec
 from encoder_service.llm.vllm_engine import (
     AT_ONCE,

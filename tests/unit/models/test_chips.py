@@ -40,7 +40,6 @@ from actors.kernels.triton.elementwise import (
     activated,
     add_positions_,
     norm,
-    quantised,
     rotate_,
     shifted,
 )
@@ -135,7 +134,6 @@ def quantise(rows: int) -> None:
     for width in (1152, 4608):  # a tower's, and a merger's
         x, by = bf16(rows, width), bf16(width)
         norm(x, torch.empty(width), by, by, 1e-6, centred=True, scales=scale)
-    quantised(bf16(rows, 3, 16, 72)[:, 0].flatten(1))
     for activation in get_args(Activation):
         columns = torch.empty(2176) if activation in GATED else scale
         activated(bf16(rows, 4352), activation, columns)
