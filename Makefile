@@ -28,8 +28,8 @@ demo-vectors: setup
 demo-audio: setup
 	RAY_SERVE_ENABLE_HA_PROXY=1 tests/loopback $(BIN)/python -m tests.demo audio
 
-# Two workers; tests/conftest.py says what each runs.
-PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 2 --dist loadscope
+# Three workers for two cores, because two of them mostly wait for Ray; tests/conftest.py says what each runs.
+PYTEST := OMP_NUM_THREADS=1 tests/loopback $(BIN)/pytest -n 3 --dist loadscope
 
 # ALL=1 also runs the tests of test-extended, so that workers and clusters start only once.
 test: setup

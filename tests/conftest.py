@@ -30,6 +30,8 @@ settings.load_profile("project")
 
 RAY = "tests/serve/"
 """The folder of the tests that use the Ray cluster."""
+NODES = "tests/serve/test_several_nodes.py"
+"""It starts clusters of its own."""
 LONGEST = "tests/unit/models/test_chips.py"
 """The other module that takes minutes. Begun last, it would leave the other worker idle."""
 
@@ -51,12 +53,14 @@ def freeze_heap() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that use the Ray cluster, then helps the others."""
+    """One worker runs all tests that use the Ray cluster, another one NODES. Then they help the
+    third."""
     config.option.loadscopereorder = False
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 
     class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "ray" if nodeid.startswith(RAY) else nodeid.partition("::")[0]
+            module = nodeid.partition("::")[0]
+            return "ray" if module.startswith(RAY) and module != NODES else module
 
     return RayTogether(config, log)

@@ -39,7 +39,8 @@ def test_all_nodes_do_their_part(program: str) -> None:
         pytest.skip("it makes networks, which it may only in tests/loopback")
     if program == "head_restart" and not which("redis-server"):
         pytest.skip("it needs redis-server, as in Debian's package redis-server")
-    command = [sys.executable, "-m", f"tests.serve.{program}"]
+    # Where that is possible, in a network of its own: another worker runs Ray, too.
+    command = ["tests/loopback", sys.executable, "-m", f"tests.serve.{program}"]
     # A short path, because socket paths have a limit.
     with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
         os.mkdir(f"{home}/ray")
