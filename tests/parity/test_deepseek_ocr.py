@@ -24,7 +24,7 @@ from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import
 from actors.engine.budgets import Segments, two_path_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.families.deepseek_ocr.tower import OcrTower
 from actors.families.registry import read
 from actors.media.image import decode
@@ -38,6 +38,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan, ProcessorKwargs, Size
 from tests.checkpoints_ocr import write_deepseek_ocr, write_deepseek_ocr2
 from tests.images import PHOTOGRAPHS, item_of, jpeg, opened, photograph
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.patches import SPEC, patches_of
 
@@ -144,11 +145,7 @@ def encode(tower: OcrTower, items: Sequence[Item], spare: int | None) -> Tensor:
         tokens = sum(plan.path_tokens[index] for plan in plans)
         view = tower.sizing.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
-        graphs = GraphSet(tower, path, [budget] if budget else [], Segments(9), Device())
-        graphs.capture(lambda budget, seconds: None)
-        if budget:
-            graphs.inputs.tensors["patches"].random_(0, 256)
-            assert graphs.replays[budget, False]().isfinite().all()
+        graphs = captured(tower, path, (budget,), Segments(9))
         outputs.append(graphs.run(budget, items))
     return tower.postprocess(outputs, plans)
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from transformers.models.gemma4 import image_processing_pil_gemma4 as theirs
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
 from actors.media.patchify import patchifier_of
 from actors.models.load import load
 from actors.models.packed import PackedTower
@@ -25,6 +23,7 @@ from actors.spec.sizing import FillingSizing
 from actors.types import Item, Size
 from tests.checkpoints_tiles import write_gemma4
 from tests.images import item_of, opened
+from tests.parity.graphs import captured
 from tests.parity.table import check
 
 PACKS = [[(300, 200)], [(40, 900), (120, 120), (1000, 3)], [(90 + 30 * i, 200) for i in range(6)]]
@@ -86,10 +85,7 @@ def test_equals_transformers(
     items = [image_of(tower, size) for size in sizes]
     tokens = sum(item.plan.tokens for item in items)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(8), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
+    graphs = captured(tower, "default", (budget,), Segments(8))
     rows = tower.postprocess([graphs.run(budget, items)], [item.plan for item in items])
     assert rows.shape == (tokens, tower.spec.width)
     check("gemma4", rows, exact(model, tower, items))

@@ -25,7 +25,7 @@ from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.errors import TooLarge
 from actors.families.llava_onevision import spec as onevision_spec
 from actors.families.llava_onevision.tower import OnevisionTower
@@ -47,6 +47,7 @@ from tests.checkpoints_clip import (
     write_onevision,
 )
 from tests.images import item_of, opened
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.parity.test_published import onevision
 from tests.parity.test_tiled import pixels
@@ -173,11 +174,7 @@ def encode(tower: OnevisionTower, items: Sequence[Item], spare: int | None) -> T
     if spare is not None:
         budget = sum(plan.path_tokens[0] for plan in plans) + spare * tile
     budgets = () if budget is None else (tile, budget)
-    graphs = GraphSet(tower, "default", budgets, Segments(9, frames=9), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget is not None:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", budgets, Segments(9, frames=9))
     return tower.postprocess([graphs.run(budget, items)], plans)
 
 

@@ -19,8 +19,6 @@ from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import (
 )
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
 from actors.families.minicpmv.tower import MiniCpmTower, nearest_taps
 from actors.media.image import decode
@@ -32,6 +30,7 @@ from actors.spec.slices import ScaledSlices
 from actors.types import ItemPlan, ProcessorKwargs, Size
 from tests.checkpoints_minicpm import SIZES, write_minicpmv
 from tests.images import PHOTOGRAPHS, photograph
+from tests.parity.graphs import captured, random_patches
 from tests.parity.table import check
 
 PACKS = [
@@ -67,14 +66,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
     plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan) for plan in plans]
+    patches = [random_patches(plan, 588) for plan in plans]
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", (budget,), Segments(12))
     ours = graphs.encode(budget, plans, patches)
     assert ours.shape == (tokens, tower.spec.width)
     check(pair.kind, ours, theirs(pair, plans, patches))
@@ -143,12 +138,6 @@ def published_sizes(size: Size, scale: int, most: int) -> list[tuple[int, int]]:
         return [first]
     height, width = rule.get_refine_size(sides, grid, allow_upscale=True, **given)
     return [first] + [(height // grid[0], width // grid[1])] * (grid[0] * grid[1])
-
-
-def random_patches(plan: ItemPlan) -> Tensor:
-    """uint8 [patches, bytes of a patch]."""
-    generator = torch.Generator().manual_seed(plan.patches)
-    return torch.randint(0, 256, (plan.patches, 588), dtype=torch.uint8, generator=generator)
 
 
 def raster(tower: MiniCpmTower, plan: ItemPlan, patches: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from transformers.models.mllama import image_processing_pil_mllama as theirs
 from actors.engine.budgets import Segments, capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import ConfigError
 from actors.families.mllama.tower import MllamaTower, sizing_of
@@ -33,6 +33,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import ItemPlan, Size
 from tests.checkpoints_tiles import MLLAMA_PROCESSOR, write_mllama
 from tests.images import PHOTOGRAPHS, item_of, photograph
+from tests.parity.graphs import captured, random_patches
 from tests.parity.table import check
 
 PACKS = [
@@ -70,7 +71,7 @@ def loaded(folder: Path, dtype: str) -> MllamaTower:
 @pytest.mark.parametrize("sizes", PACKS, ids=["one", "three", "nine"])
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     plans = [pair.tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan) for plan in plans]
+    patches = [random_patches(plan, 588) for plan in plans]
     ours = encode(pair.tower, plans, patches, spare)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     check("mllama", ours, states(pair, pair.model, plans, patches))
@@ -78,7 +79,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plans = [pair.tower.sizing.plan(Size(120, 60))]
-    patches = [random_patches(plan) for plan in plans]
+    patches = [random_patches(plan, 588) for plan in plans]
     exact = states(pair, pair.model, plans, patches)
     ours = encode(loaded(pair.folder, "bfloat16"), plans, patches, None)
     rounded = states(pair, deepcopy(pair.model).bfloat16(), plans, patches)
@@ -138,18 +139,8 @@ def encode(
 ) -> Tensor:
     """Through a graph with room for `spare` images more, random at first; None: eagerly."""
     budget = None if spare is None else (len(plans) + spare) * tower.image_tokens
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", (budget,), Segments(12))
     return tower.postprocess([graphs.encode(budget, plans, patches)], plans)
-
-
-def random_patches(plan: ItemPlan) -> Tensor:
-    """uint8 [patches, bytes of a patch]. What empty tiles hold does not count."""
-    generator = torch.Generator().manual_seed(plan.tokens)
-    return torch.randint(0, 256, (plan.patches, 588), dtype=torch.uint8, generator=generator)
 
 
 def aspect(tower: MllamaTower, plan: ItemPlan) -> int:
@@ -169,7 +160,7 @@ def states(pair: Pair, model: Any, plans: Sequence[ItemPlan], patches: Sequence[
     mask = torch.zeros(len(plans), 1, pixels.shape[1], dtype=torch.long)
     for image, count in enumerate(shown):
         mask[image, 0, :count] = 1
-        pixels[image, count:] = 0
+        pixels[image, count:] = 0  # what empty tiles hold does not count
     ids = torch.tensor([[aspect(pair.tower, plan) + 1] for plan in plans])
     seen = model.model.vision_model(pixels[:, None].to(model.dtype), ids, mask).last_hidden_state
     rows = model.model.multi_modal_projector(seen)[:, 0]

@@ -20,7 +20,7 @@ from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.families.molmo2.tower import MolmoTower
 from actors.families.registry import read
 from actors.media.patchify import patchifier_of
@@ -32,6 +32,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, ProcessorKwargs, Size
 from tests.checkpoints_molmo import SIZE, write_molmo2, write_published_molmo2
 from tests.images import item_of, opened
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.parity.test_sampling import function
 from tests.videos import patchify_video
@@ -130,11 +131,7 @@ def encoded(tower: MolmoTower, items: Sequence[Item], spare: int | None) -> Tens
     tile, budget = tower.sizing.tile_tokens, None
     if spare is not None:
         budget = sum(plan.path_tokens[0] for plan in plans) + spare * tile
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(9, frames=9), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert all(replay().isfinite().all() for replay in graphs.replays.values())
+    graphs = captured(tower, "default", (budget,), Segments(9, frames=9))
     return tower.postprocess([graphs.run(budget, items)], plans)
 
 

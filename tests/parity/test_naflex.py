@@ -24,8 +24,6 @@ from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 from transformers.models.siglip2 import image_processing_pil_siglip2 as siglip2
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
 from actors.families.registry import read
 from actors.media.image import decode
@@ -41,6 +39,7 @@ from actors.types import ItemPlan, ProcessorKwargs, Size
 from tests import llama4
 from tests.checkpoints_clip import BUDGET, write_lfm2, write_siglip2
 from tests.images import PHOTOGRAPHS, opened, photograph
+from tests.parity.graphs import captured, random_patches
 from tests.parity.table import check
 from tests.patches import patches_of
 
@@ -90,14 +89,10 @@ def loaded(folder: Path, dtype: str) -> PackedTower:
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
     plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(tower.spec, plan) for plan in plans]
+    patches = [random_patches(plan, 3 * tower.sizing.patch_size**2) for plan in plans]
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", (budget,), Segments(12))
     ours = graphs.encode(budget, plans, patches)
     assert ours.shape == (tokens, tower.spec.width)
     check(tower.spec.family, ours, theirs(pair, plans, patches))
@@ -105,10 +100,10 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plans = [pair.tower.sizing.plan(Size(300, 200))]
-    patches = [random_patches(pair.tower.spec, plan) for plan in plans]
+    patches = [random_patches(plan, 3 * pair.tower.sizing.patch_size**2) for plan in plans]
     exact = theirs(pair, plans, patches)
     tower = loaded(pair.folder, "bfloat16")
-    graphs = GraphSet(tower, "default", (), Segments(4), Device())
+    graphs = captured(tower, "default", (), Segments(4))
     ours = graphs.encode(None, plans, patches).float()
     rounded = replace(pair, model=deepcopy(pair.model).bfloat16())
     their_error = (theirs(rounded, plans, patches).float() - exact).norm()
@@ -220,13 +215,6 @@ def test_positions_are_resized_as_torch_does(size: int, side: int) -> None:
     table = torch.eye(side)[None, None]
     exact = F.interpolate(table, (size, side), mode="bilinear", antialias=True)[0, 0]
     assert torch.allclose(antialiased_weights(size, side), exact, atol=1e-6)
-
-
-def random_patches(spec: ModelSpec, plan: ItemPlan) -> Tensor:
-    """uint8 [patches, bytes of a patch]."""
-    generator = torch.Generator().manual_seed(plan.patches)
-    shape = plan.patches, 3 * spec.sizing.patch_size**2
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def channels_last(patches: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from actors.engine import video_chunks
 from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.errors import TooLarge
 from actors.families.nemotron_h_omni.tower import RadioTower
 from actors.families.registry import read
@@ -32,6 +32,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Clip, Item, Size
 from tests.checkpoints_nemotron import PATCHES, TARGET, write_nemotron
 from tests.images import opened
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.videos import patchify_video
 from tests.without_torchvision import processed, processor
@@ -136,12 +137,7 @@ def encoded(tower: RadioTower, items: Sequence[Item], spare: int | None) -> Tens
     """Through a graph with so many tokens to spare, whose patches hold random bytes; or eagerly."""
     plans = [item.plan for item in items]
     budget = None if spare is None else sum(plan.tokens for plan in plans) + spare
-    room = Segments(9, frames=9, frame_tokens=1)
-    graphs = GraphSet(tower, "default", [budget] if budget else [], room, Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert all(replay().isfinite().all() for replay in graphs.replays.values())
+    graphs = captured(tower, "default", (budget,), Segments(9, frames=9, frame_tokens=1))
     return tower.postprocess([graphs.run(budget, items)], plans)
 
 

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
 from actors.errors import TooLarge
 from actors.families.phi4_multimodal import spec as phi4
 from actors.families.phi4_multimodal.tower import PhiTower
@@ -30,6 +28,7 @@ from actors.types import ItemPlan, Size
 from tests.checkpoints_clip import TOWER
 from tests.checkpoints_phi import SIDE, write_phi4, write_phi4mm
 from tests.images import opened
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.without_torchvision import processed, processor
 
@@ -130,11 +129,7 @@ def encoded(tower: PhiTower, images: Sequence[Image], spare: int | None) -> Tens
     plans = [image.plan for image in images]
     tokens = sum(plan.path_tokens[0] for plan in plans)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(9), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", (budget,), Segments(9))
     rows = graphs.encode(budget, plans, [image.patches for image in images])
     return tower.postprocess([rows], plans)
 

@@ -16,8 +16,6 @@ from PIL import Image
 from torch import Tensor
 
 from actors.engine.budgets import Segments
-from actors.engine.device import Device
-from actors.engine.graphs import GraphSet
 from actors.families.pixtral.tower import PixtralTower
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
@@ -26,6 +24,7 @@ from actors.options import ModelOptions
 from actors.types import ItemPlan, Size
 from tests.checkpoints_pixtral import write_lighton_ocr, write_mistral3, write_pixtral
 from tests.images import PHOTOGRAPHS, photograph
+from tests.parity.graphs import captured, random_patches
 from tests.parity.table import check
 
 PACKS = [
@@ -63,14 +62,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
     plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan) for plan in plans]
+    patches = [random_patches(plan, 588) for plan in plans]
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
-    graphs = GraphSet(tower, "default", [budget] if budget else [], Segments(12), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    graphs = captured(tower, "default", (budget,), Segments(12))
     ours = graphs.encode(budget, plans, patches)
     assert ours.shape == (tokens, tower.spec.width)
     check(tower.spec.family, ours, theirs(pair, plans, patches))
@@ -92,12 +87,6 @@ def test_patches_of_photographs(pair: Pair, name: str) -> None:
     assert np.abs(ours - published).mean() < 0.2
     assert np.abs(ours - published).max() <= 16
     assert spec.kinds == ("image",)
-
-
-def random_patches(plan: ItemPlan) -> Tensor:
-    """uint8 [patches, bytes of a patch]."""
-    generator = torch.Generator().manual_seed(plan.patches)
-    return torch.randint(0, 256, (plan.patches, 588), dtype=torch.uint8, generator=generator)
 
 
 def picture(plan: ItemPlan, patches: Tensor, merge: int) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.engine.budgets import Segments, model_capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.families.step3_vl.tower import StepTower
 from actors.media.image import decode
 from actors.media.patchify import cut_blocks, patchifier_of
@@ -31,6 +31,7 @@ from actors.types import Item, Size
 from tests import step3
 from tests.checkpoints_step import write_step3, write_step3p7, write_step3vl10b
 from tests.images import PHOTOGRAPHS, item_of, opened, photograph
+from tests.parity.graphs import captured
 from tests.parity.table import check
 from tests.patches import patches_of
 from tests.step3p7 import Processor
@@ -94,7 +95,8 @@ def test_equals_the_reference(pair: Pair, sizes: Sequence[Size], spare: int | No
         tokens = sum(plan.path_tokens[index] for plan in plans)
         view = pair.tower.views.view_tokens[index]
         budget = None if spare is None else tokens + spare * view
-        outputs.append(encode(pair.tower, path, budget, items))
+        graphs = captured(pair.tower, path, (budget,), Segments(4))
+        outputs.append(graphs.run(budget, items))
     ours = pair.tower.postprocess(outputs, plans)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     exact = torch.cat([theirs(pair, item) for item in items])
@@ -138,16 +140,6 @@ def test_views_are_those_of_the_first_models_own_code(size: tuple[int, int]) -> 
     difference = (ours.int() - exact.int()).abs()
     assert difference.float().mean() < 0.2  # Pillow rounds between its two passes
     assert difference.max() <= 3
-
-
-def encode(tower: StepTower, path: str, budget: int | None, items: Sequence[Item]) -> Tensor:
-    """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
-    graphs = GraphSet(tower, path, () if not budget else (budget,), Segments(4), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
-    return graphs.run(budget, items)
 
 
 def random_item(tower: StepTower, size: Size, seed: int) -> Item:

@@ -18,7 +18,7 @@ from torch import Tensor
 from actors.engine.budgets import Capacity, Segments, capacity
 from actors.engine.device import Device
 from actors.engine.engine import Engine
-from actors.engine.graphs import GraphSet, capture
+from actors.engine.graphs import capture
 from actors.engine.video_chunks import rows_of
 from actors.errors import ConfigError
 from actors.media.image import decode
@@ -45,6 +45,7 @@ from tests.checkpoints_clip import (
 from tests.checkpoints_dino import write_dinov2, write_dinov3
 from tests.checkpoints_tiles import write_gemma3, write_internvl, write_internvl_chat, write_llama4
 from tests.images import PHOTOGRAPHS, item_of, photograph
+from tests.parity.graphs import captured, random_patches
 from tests.parity.table import check
 from tests.videos import patchify_video
 
@@ -189,7 +190,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 def known(pair: Pair, sizes: tuple[Size, ...]) -> tuple[list[ItemPlan], list[Tensor], Tensor]:
     """Plans, random patches and transformers' rows: the same for every budget."""
     plans = [pair.tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(pair.tower, plan) for plan in plans]
+    patches = [random_patches(plan, 3 * pair.tower.sizing.patch_size**2) for plan in plans]
     return plans, patches, theirs(pair, torch.cat(patches))
 
 
@@ -202,7 +203,7 @@ def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plan = pair.tower.sizing.plan(Size(300, 300))
-    patches = random_patches(pair.tower, plan)
+    patches = random_patches(plan, 3 * pair.tower.sizing.patch_size**2)
     exact = theirs(pair, patches)
     ours = encode(loaded(pair.folder, "bfloat16"), [plan], [patches], None)
     model = deepcopy(pair.model).bfloat16()
@@ -233,7 +234,7 @@ def test_names_that_transformers_does_not_write(kind: str, published: str, tmp_p
     save_file(weights, tmp_path / "model.safetensors")
     pair = Pair(model, features, loaded(tmp_path, "float32"), tmp_path)
     plan = pair.tower.sizing.plan(Size(84, 84))
-    patches = random_patches(pair.tower, plan)
+    patches = random_patches(plan, 3 * pair.tower.sizing.patch_size**2)
     ours = encode(pair.tower, [plan], [patches], None)
     check(pair.tower.spec.family, ours, theirs(pair, patches))
 
@@ -295,21 +296,9 @@ def encode(
     tower: TileTower, plans: Sequence[ItemPlan], patches: Sequence[Tensor], budget: int | None
 ) -> Tensor:
     """Through the graph of a budget, whose patches hold random bytes at first; None: eagerly."""
-    budgets = () if budget is None else (tower.sizing.tile_tokens, budget)
-    graphs = GraphSet(tower, "default", sorted(set(budgets)), Segments(4), Device())
-    graphs.capture(lambda budget, seconds: None)
-    if budget is not None:
-        graphs.inputs.tensors["patches"].random_(0, 256)
-        assert graphs.replays[budget, False]().isfinite().all()
+    budgets = () if budget is None else sorted({tower.sizing.tile_tokens, budget})
+    graphs = captured(tower, "default", budgets, Segments(4))
     return graphs.encode(budget, plans, patches)
-
-
-def random_patches(tower: TileTower, plan: ItemPlan) -> Tensor:
-    """uint8 [patches, bytes of a patch]."""
-    (_, row_bytes), _ = tower.inputs("default", tower.sizing.tile_tokens, 1)["patches"]
-    generator = torch.Generator().manual_seed(plan.patches)
-    shape = (plan.patches, row_bytes)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
 
 
 def pixels(spec: ModelSpec, patches: Tensor) -> Tensor:
