@@ -229,8 +229,6 @@ def computed_by(call: Computed) -> Iterator[None]:
 class Blocks(Protocol):
     """All the blocks of a tower, in one of their forms."""
 
-    form: BlockForm
-
     def __call__(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, values: Values
     ) -> tuple[Tensor, list[Tensor]]:
@@ -257,8 +255,6 @@ def of_each(attention: Attend | Sequence[Attend], layers: int) -> Sequence[Atten
 
 class ReferenceBlocks:
     """Plain torch: the form that every other form is compared with."""
-
-    form: BlockForm = "reference"
 
     def __init__(
         self,
@@ -335,8 +331,6 @@ class CompiledBlocks(ReferenceBlocks):
     call compiles, which takes seconds and must not happen during a capture, so every capture warms
     up first.
     """
-
-    form: BlockForm = "compile"
 
     def __init__(
         self,

@@ -43,7 +43,6 @@ from actors.models.layers.block import (
     qk_normed,
     windows_of,
 )
-from actors.options import BlockForm
 
 MLP_MULTIPLE = 128
 
@@ -64,8 +63,6 @@ class FastLayer:
 
 class FastBlocks:
     """See Blocks. Overwrites x."""
-
-    form: BlockForm = "fast"
 
     def __init__(
         self,
