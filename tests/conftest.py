@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import os
 from collections.abc import Iterator
 from secrets import token_hex
@@ -40,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Runs first what takes longest and cannot be divided: the tests of RAY, then LONGEST."""
     first = (RAY, LONGEST)
     items.sort(key=lambda item: [not item.nodeid.startswith(one) for one in first])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs tests that are coroutines, each in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.fixture(scope="module", autouse=True)

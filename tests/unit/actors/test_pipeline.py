@@ -114,80 +114,66 @@ async def until(true: Callable[[], bool]) -> None:
         await asyncio.sleep(0.005)
 
 
-def test_answers_come_early_in_groups_that_leave_the_engine_together(rig: Rig) -> None:
-    async def run() -> None:
-        await rig.hold()
-        media = [rig.media(32 * n) for n in range(1, 9)]
-        media[3] = rig.media(64, b"no image")
-        parts: list[Reply] = []
-        call = asyncio.create_task(rig.pipeline.encode(media, "float32", 60, early=parts.append))
-        await until(lambda: rig.ready(7) and bool(parts))
-        assert [part.places for part in parts] == [(3,)], "it fails before the others are encoded"
-        rig.gate.set()
-        last = await call
-        answers = {
-            place: one
-            for part in parts
-            for place, one in zip(part.places, part.answers, strict=True)
-        }
-        assert sorted([*answers, *last]) == list(range(8))
-        for place, answer in (answers | last).items():
-            if place == 3:
-                assert isinstance(answer, InvalidMedia)
-            else:
-                assert isinstance(answer, Embedding)
-                assert answer.grid_thw == media[place].plan.grid_thw
-        assert len(parts) <= len(rig.written), "what was written together is answered together"
-
-    asyncio.run(run())
-
-
-def test_what_is_late_is_answered_with_the_last(rig: Rig) -> None:
-    async def run() -> None:
-        await rig.hold()
-        media = [rig.media(32), rig.media(64, b"no image"), rig.media(96)]
-        parts: list[Reply] = []
-        last = await rig.pipeline.encode(media, "float32", 0.5, early=parts.append)
-        assert [part.places for part in parts] == [(1,)]
-        assert {place: type(answer) for place, answer in last.items()} == {
-            0: DeadlineExceeded,
-            2: DeadlineExceeded,
-        }
-
-    asyncio.run(run())
-
-
-def test_each_item_gets_its_own_rows(rig: Rig) -> None:
-    async def run() -> None:
-        await rig.hold()
-        media = [rig.media(32 * n) for n in range(1, 9)]
-        call = rig.begin(media)
-        await until(lambda: rig.ready(8))
-        rig.gate.set()
-        answers = await call
-        assert sum(map(len, rig.written)) == 9
-        for one, answer in zip(media, answers, strict=True):
+async def test_answers_come_early_in_groups_that_leave_the_engine_together(rig: Rig) -> None:
+    await rig.hold()
+    media = [rig.media(32 * n) for n in range(1, 9)]
+    media[3] = rig.media(64, b"no image")
+    parts: list[Reply] = []
+    call = asyncio.create_task(rig.pipeline.encode(media, "float32", 60, early=parts.append))
+    await until(lambda: rig.ready(7) and bool(parts))
+    assert [part.places for part in parts] == [(3,)], "it fails before the others are encoded"
+    rig.gate.set()
+    last = await call
+    answers = {
+        place: one for part in parts for place, one in zip(part.places, part.answers, strict=True)
+    }
+    assert sorted([*answers, *last]) == list(range(8))
+    for place, answer in (answers | last).items():
+        if place == 3:
+            assert isinstance(answer, InvalidMedia)
+        else:
             assert isinstance(answer, Embedding)
-            assert isinstance(answer.data, np.ndarray)
-            assert answer.shape == (one.plan.tokens, rig.tower.spec.width)
-            assert (answer.source, answer.replica) == ("graph", "one")
-            assert answer.timings.preprocess_seconds > 0
-            assert answer.timings.encode_seconds > 0
-            item = prepare(patchifier_of(rig.tower.spec), one)
-            alone = rig.engine.submit(item).result().rows
-            found = torch.from_numpy(answer.data).view(torch.float32).view(alone.shape)
-            torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
-
-    asyncio.run(run())
+            assert answer.grid_thw == media[place].plan.grid_thw
+    assert len(parts) <= len(rig.written), "what was written together is answered together"
 
 
-def test_a_bad_item_fails_alone(rig: Rig) -> None:
-    async def run() -> None:
-        media = [rig.media(64), rig.media(96, b"\xff\xd8\xff no"), rig.media(128)]
-        kinds = [type(answer) for answer in await rig.begin(media)]
-        assert kinds == [Embedding, InvalidMedia, Embedding]
+async def test_what_is_late_is_answered_with_the_last(rig: Rig) -> None:
+    await rig.hold()
+    media = [rig.media(32), rig.media(64, b"no image"), rig.media(96)]
+    parts: list[Reply] = []
+    last = await rig.pipeline.encode(media, "float32", 0.5, early=parts.append)
+    assert [part.places for part in parts] == [(1,)]
+    assert {place: type(answer) for place, answer in last.items()} == {
+        0: DeadlineExceeded,
+        2: DeadlineExceeded,
+    }
 
-    asyncio.run(run())
+
+async def test_each_item_gets_its_own_rows(rig: Rig) -> None:
+    await rig.hold()
+    media = [rig.media(32 * n) for n in range(1, 9)]
+    call = rig.begin(media)
+    await until(lambda: rig.ready(8))
+    rig.gate.set()
+    answers = await call
+    assert sum(map(len, rig.written)) == 9
+    for one, answer in zip(media, answers, strict=True):
+        assert isinstance(answer, Embedding)
+        assert isinstance(answer.data, np.ndarray)
+        assert answer.shape == (one.plan.tokens, rig.tower.spec.width)
+        assert (answer.source, answer.replica) == ("graph", "one")
+        assert answer.timings.preprocess_seconds > 0
+        assert answer.timings.encode_seconds > 0
+        item = prepare(patchifier_of(rig.tower.spec), one)
+        alone = rig.engine.submit(item).result().rows
+        found = torch.from_numpy(answer.data).view(torch.float32).view(alone.shape)
+        torch.testing.assert_close(found, alone, rtol=1e-3, atol=1e-3)
+
+
+async def test_a_bad_item_fails_alone(rig: Rig) -> None:
+    media = [rig.media(64), rig.media(96, b"\xff\xd8\xff no"), rig.media(128)]
+    kinds = [type(answer) for answer in await rig.begin(media)]
+    assert kinds == [Embedding, InvalidMedia, Embedding]
 
 
 @pytest.mark.parametrize(
@@ -210,33 +196,27 @@ def test_rows_that_cannot_be_written_fail_their_items(
     asyncio.run(run())
 
 
-def test_late_items_are_dropped(rig: Rig) -> None:
-    async def run() -> None:
-        await rig.hold()
-        call = rig.begin([rig.media(64)] * 3, 0.5)
-        await until(lambda: rig.ready(3))
-        assert [type(answer) for answer in await call] == [DeadlineExceeded] * 3
-        rig.gate.set()
-        await rig.begin([rig.media(96)])
-        late = [media.plan.tokens for group in rig.written for media in group]
-        assert rig.media(64).plan.tokens not in late, "nobody waits for it: it is not encoded"
-
-    asyncio.run(run())
+async def test_late_items_are_dropped(rig: Rig) -> None:
+    await rig.hold()
+    call = rig.begin([rig.media(64)] * 3, 0.5)
+    await until(lambda: rig.ready(3))
+    assert [type(answer) for answer in await call] == [DeadlineExceeded] * 3
+    rig.gate.set()
+    await rig.begin([rig.media(96)])
+    late = [media.plan.tokens for group in rig.written for media in group]
+    assert rig.media(64).plan.tokens not in late, "nobody waits for it: it is not encoded"
 
 
-def test_a_cancelled_call_is_dropped(rig: Rig) -> None:
-    async def run() -> None:
-        await rig.hold()
-        call = rig.begin([rig.media(64)] * 3)
-        await until(lambda: rig.ready(3))
-        call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await call
-        rig.gate.set()
-        await rig.held
-        assert sum(map(len, rig.written)) == 1
-
-    asyncio.run(run())
+async def test_a_cancelled_call_is_dropped(rig: Rig) -> None:
+    await rig.hold()
+    call = rig.begin([rig.media(64)] * 3)
+    await until(lambda: rig.ready(3))
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    rig.gate.set()
+    await rig.held
+    assert sum(map(len, rig.written)) == 1
 
 
 def test_rows_go_at_once_without_the_garbage_collector(rig: Rig) -> None:
@@ -253,11 +233,8 @@ def test_rows_go_at_once_without_the_garbage_collector(rig: Rig) -> None:
         gc.enable()
 
 
-def test_a_call_of_nothing_is_over_at_once(rig: Rig) -> None:
-    async def run() -> None:
-        assert await asyncio.wait_for(rig.begin([], 100), 5) == []
-
-    asyncio.run(run())
+async def test_a_call_of_nothing_is_over_at_once(rig: Rig) -> None:
+    assert await asyncio.wait_for(rig.begin([], 100), 5) == []
 
 
 def test_a_closed_pipeline_refuses_new_calls(rig: Rig) -> None:
@@ -270,17 +247,14 @@ def test_a_closed_pipeline_refuses_new_calls(rig: Rig) -> None:
     asyncio.run(run())
 
 
-def test_a_future_is_cancelled_with_whoever_waits_for_it() -> None:
-    async def run() -> None:
-        future: Future[int] = Future()
-        waiting = asyncio.create_task(result_of(future))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        assert future.cancelled()
-
-    asyncio.run(run())
+async def test_a_future_is_cancelled_with_whoever_waits_for_it() -> None:
+    future: Future[int] = Future()
+    waiting = asyncio.create_task(result_of(future))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert future.cancelled()
 
 
 class Kept:
@@ -326,100 +300,79 @@ def kept(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kept]:
     kept.gate.set()
 
 
-def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> None:
-    async def run() -> None:
-        (name,) = await kept.keep(128)
-        assert kept.rows(name) is not None
-        given_up = asyncio.create_task(kept.rig.pipeline.fetch(name))
-        await asyncio.sleep(0)
-        given_up.cancel()
-        fetching = asyncio.create_task(kept.rig.pipeline.fetch(name))
-        kept.gate.set()
-        found = await fetching
-        assert found
-        assert isinstance(found.embedding.data, np.ndarray)
-        assert found.embedding.data.nbytes == found.embedding.size_bytes > 4000
-
-    asyncio.run(run())
+async def test_an_item_that_is_kept_is_answered_before_it_is_written(kept: Kept) -> None:
+    (name,) = await kept.keep(128)
+    assert kept.rows(name) is not None
+    given_up = asyncio.create_task(kept.rig.pipeline.fetch(name))
+    await asyncio.sleep(0)
+    given_up.cancel()
+    fetching = asyncio.create_task(kept.rig.pipeline.fetch(name))
+    kept.gate.set()
+    found = await fetching
+    assert found
+    assert isinstance(found.embedding.data, np.ndarray)
+    assert found.embedding.data.nbytes == found.embedding.size_bytes > 4000
 
 
-def test_rows_are_written_before_the_answer_if_their_memory_is_full(kept: Kept) -> None:
+async def test_rows_are_written_before_the_answer_if_their_memory_is_full(kept: Kept) -> None:
     """The last third is for rows on their way."""
+    lender = kept.rig.pipeline.writer.lender
+    assert lender
+    block = lender.block(lender.shared.memory.nbytes * 2 // 3)
+    assert block is not None
+    keeping = asyncio.create_task(kept.keep(128))
+    await asyncio.wait([keeping], timeout=0.3)
+    assert not keeping.done()
+    kept.gate.set()
+    (name,) = await keeping
+    assert await kept.rig.pipeline.fetch(name)
+    kept.gate.clear()
+    del block
+    (name,) = await kept.keep(160)
+    assert kept.rows(name) is not None
 
-    async def run() -> None:
-        lender = kept.rig.pipeline.writer.lender
-        assert lender
-        block = lender.block(lender.shared.memory.nbytes * 2 // 3)
-        assert block is not None
-        keeping = asyncio.create_task(kept.keep(128))
-        await asyncio.wait([keeping], timeout=0.3)
-        assert not keeping.done()
-        kept.gate.set()
-        (name,) = await keeping
+
+async def test_rows_that_are_released_are_never_written(kept: Kept) -> None:
+    lender = kept.rig.pipeline.writer.lender
+    assert lender
+    (name,) = await kept.keep(128)
+    assert lender.taken_bytes > 4000
+    assert kept.rig.pipeline.references.release(name)
+    await until(lambda: lender.taken_bytes == 0)
+    assert not kept.rig.written
+
+
+async def test_several_items_are_answered_before_they_are_written(kept: Kept) -> None:
+    names = await kept.keep(128, 160)
+    assert all(kept.rows(name) is not None for name in names)
+    kept.gate.set()
+    for name in names:
         assert await kept.rig.pipeline.fetch(name)
-        kept.gate.clear()
-        del block
-        (name,) = await kept.keep(160)
-        assert kept.rows(name) is not None
-
-    asyncio.run(run())
 
 
-def test_rows_that_are_released_are_never_written(kept: Kept) -> None:
-    async def run() -> None:
-        lender = kept.rig.pipeline.writer.lender
-        assert lender
-        (name,) = await kept.keep(128)
-        assert lender.taken_bytes > 4000
-        assert kept.rig.pipeline.references.release(name)
-        await until(lambda: lender.taken_bytes == 0)
-        assert not kept.rig.written
-
-    asyncio.run(run())
-
-
-def test_several_items_are_answered_before_they_are_written(kept: Kept) -> None:
-    async def run() -> None:
-        names = await kept.keep(128, 160)
-        assert all(kept.rows(name) is not None for name in names)
-        kept.gate.set()
-        for name in names:
-            assert await kept.rig.pipeline.fetch(name)
-
-    asyncio.run(run())
-
-
-def test_kept_rows_are_not_lent(kept: Kept) -> None:
+async def test_kept_rows_are_not_lent(kept: Kept) -> None:
     """They outlive the answer, and other processes fetch them."""
-
-    async def run() -> None:
-        lender = kept.rig.pipeline.writer.lender
-        assert lender
-        kept.gate.set()
-        for is_full in (False, True):
-            full = lender.block(lender.shared.memory.nbytes * 2 // 3) if is_full else None
-            for width in (128, 64):
-                (name,) = await kept.keep(width, lend=True)
-                assert await kept.rig.pipeline.fetch(name)
-            del full
-        assert [len(media) for media in kept.rig.written] == [1] * 4
-
-    asyncio.run(run())
+    lender = kept.rig.pipeline.writer.lender
+    assert lender
+    kept.gate.set()
+    for is_full in (False, True):
+        full = lender.block(lender.shared.memory.nbytes * 2 // 3) if is_full else None
+        for width in (128, 64):
+            (name,) = await kept.keep(width, lend=True)
+            assert await kept.rig.pipeline.fetch(name)
+        del full
+    assert [len(media) for media in kept.rig.written] == [1] * 4
 
 
-def test_kept_rows_are_in_objects_of_their_own(kept: Kept) -> None:
+async def test_kept_rows_are_in_objects_of_their_own(kept: Kept) -> None:
     """Because an object stays as long as one of its embeddings is kept, and each was counted by
     itself."""
-
-    async def run() -> None:
-        names = await kept.keep(128, 160, 192)
-        fetching = [asyncio.create_task(kept.rig.pipeline.fetch(name)) for name in names]
-        await asyncio.sleep(0)
-        kept.gate.set()
-        await asyncio.gather(*fetching)
-        assert [len(media) for media in kept.rig.written] == [1] * 3
-
-    asyncio.run(run())
+    names = await kept.keep(128, 160, 192)
+    fetching = [asyncio.create_task(kept.rig.pipeline.fetch(name)) for name in names]
+    await asyncio.sleep(0)
+    kept.gate.set()
+    await asyncio.gather(*fetching)
+    assert [len(media) for media in kept.rig.written] == [1] * 3
 
 
 def test_a_small_item_travels_by_value(kept: Kept) -> None:
@@ -434,16 +387,13 @@ def test_a_small_item_travels_by_value(kept: Kept) -> None:
     asyncio.run(run())
 
 
-def test_a_failed_write_is_told_to_who_fetches(kept: Kept) -> None:
-    async def run() -> None:
-        (name,) = await kept.keep(128)
-        kept.failure = MemoryError("full")
-        kept.gate.set()
-        with pytest.raises(EmbeddingLost, match="full"):
-            await kept.rig.pipeline.fetch(name)
-        assert await kept.rig.pipeline.fetch(name) is None
-
-    asyncio.run(run())
+async def test_a_failed_write_is_told_to_who_fetches(kept: Kept) -> None:
+    (name,) = await kept.keep(128)
+    kept.failure = MemoryError("full")
+    kept.gate.set()
+    with pytest.raises(EmbeddingLost, match="full"):
+        await kept.rig.pipeline.fetch(name)
+    assert await kept.rig.pipeline.fetch(name) is None
 
 
 def test_rows_that_were_answered_early_do_not_stay(

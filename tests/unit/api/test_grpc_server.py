@@ -109,15 +109,12 @@ def test_a_reader_that_stops_is_cut_off_and_others_are_served(
     asyncio.run(run())
 
 
-def test_the_answers_of_a_stream_are_limited() -> None:
-    async def run() -> None:
-        async with listening(service(Fleet(), max_response_bytes=LARGE_BYTES)) as (_, stub):
-            assert [one.last async for one in stub.EncodeStream(images(1))] == [True]
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.EncodeStream(images(2)).read()
-            assert json.loads(caught.value.details() or "")["type"] == "too_large"
-
-    asyncio.run(run())
+async def test_the_answers_of_a_stream_are_limited() -> None:
+    async with listening(service(Fleet(), max_response_bytes=LARGE_BYTES)) as (_, stub):
+        assert [one.last async for one in stub.EncodeStream(images(1))] == [True]
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.EncodeStream(images(2)).read()
+        assert json.loads(caught.value.details() or "")["type"] == "too_large"
 
 
 def test_our_client_opens_connections_as_calls_overlap() -> None:
@@ -185,39 +182,30 @@ def test_answers_count_until_their_call_has_ended() -> None:
     asyncio.run(run())
 
 
-def test_a_message_far_over_the_limit_is_refused_by_grpc() -> None:
-    async def run() -> None:
-        async with listening(service(Fleet(), max_body_bytes=1000)) as (_, stub):
-            for size_bytes, code in (
-                (2000, grpc.StatusCode.INVALID_ARGUMENT),
-                (ENVELOPE_BYTES + 1000, grpc.StatusCode.RESOURCE_EXHAUSTED),
-            ):
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await stub.Encode(images(1, bytes(size_bytes)))
-                assert caught.value.code() is code
-
-    asyncio.run(run())
-
-
-def test_open_services_take_small_messages_only() -> None:
-    async def run() -> None:
-        async with (
-            listening(service(Fleet())) as (target, _),
-            grpc.aio.insecure_channel(target) as c,
+async def test_a_message_far_over_the_limit_is_refused_by_grpc() -> None:
+    async with listening(service(Fleet(), max_body_bytes=1000)) as (_, stub):
+        for size_bytes, code in (
+            (2000, grpc.StatusCode.INVALID_ARGUMENT),
+            (ENVELOPE_BYTES + 1000, grpc.StatusCode.RESOURCE_EXHAUSTED),
         ):
-            for size_bytes, code in (
-                (100, grpc.StatusCode.NOT_FOUND),
-                (OPEN_BYTES, grpc.StatusCode.INVALID_ARGUMENT),
-            ):
-                large = health_pb2.HealthCheckRequest(service="a" * size_bytes)
-                with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    await health_pb2_grpc.HealthStub(c).Check(large)
-                assert caught.value.code() is code
-            unreadable = c.unary_unary("/grpc.health.v1.Health/Check")
-            with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed"):
-                await unreadable(b"\xff")
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Encode(images(1, bytes(size_bytes)))
+            assert caught.value.code() is code
 
-    asyncio.run(run())
+
+async def test_open_services_take_small_messages_only() -> None:
+    async with listening(service(Fleet())) as (target, _), grpc.aio.insecure_channel(target) as c:
+        for size_bytes, code in (
+            (100, grpc.StatusCode.NOT_FOUND),
+            (OPEN_BYTES, grpc.StatusCode.INVALID_ARGUMENT),
+        ):
+            large = health_pb2.HealthCheckRequest(service="a" * size_bytes)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await health_pb2_grpc.HealthStub(c).Check(large)
+            assert caught.value.code() is code
+        unreadable = c.unary_unary("/grpc.health.v1.Health/Check")
+        with pytest.raises(grpc.aio.AioRpcError, match="cannot be parsed"):
+            await unreadable(b"\xff")
 
 
 @pytest.mark.parametrize("method", ["grpc.health.v1.Health/Check", "encoder.v1.Encoder/Encode"])
@@ -262,28 +250,25 @@ class Peer:
         return b"message"
 
 
-def test_few_messages_are_read_at_a_time_and_half_of_them_for_one_connection() -> None:
-    async def run() -> None:
-        reads = Reads(4, 0.3)
-        stopped = [Peer("stopped") for _ in range(5)]
-        others = [Peer(f"{number}") for number in range(3)]
-        calls = [asyncio.create_task(reads.read(one)) for one in (*stopped, *others)]
-        await asyncio.sleep(0.01)
-        assert [one.reading for one in stopped] == [True, True, False, False, False]
-        assert [one.reading for one in others] == [True, True, False]
-        for one in others:
-            one.sent.set()
-        await asyncio.sleep(0.01)
-        assert others[2].reading
-        assert [await call for call in calls[5:]] == [b"message"] * 3
-        for call in calls[:5]:
-            with pytest.raises(DeadlineExceeded, match="did not arrive within"):
-                await call
-        del calls, call
-        gc.collect()  # errors keep what was in their frames
-        assert len(reads.peers) <= 1, "connections that are gone are remembered"
-
-    asyncio.run(run())
+async def test_few_messages_are_read_at_a_time_and_half_of_them_for_one_connection() -> None:
+    reads = Reads(4, 0.3)
+    stopped = [Peer("stopped") for _ in range(5)]
+    others = [Peer(f"{number}") for number in range(3)]
+    calls = [asyncio.create_task(reads.read(one)) for one in (*stopped, *others)]
+    await asyncio.sleep(0.01)
+    assert [one.reading for one in stopped] == [True, True, False, False, False]
+    assert [one.reading for one in others] == [True, True, False]
+    for one in others:
+        one.sent.set()
+    await asyncio.sleep(0.01)
+    assert others[2].reading
+    assert [await call for call in calls[5:]] == [b"message"] * 3
+    for call in calls[:5]:
+        with pytest.raises(DeadlineExceeded, match="did not arrive within"):
+            await call
+    del calls, call
+    gc.collect()  # errors keep what was in their frames
+    assert len(reads.peers) <= 1, "connections that are gone are remembered"
 
 
 def test_calls_that_send_nothing_end_when_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,40 +341,34 @@ def test_a_client_that_leaves_is_no_error(caplog: pytest.LogCaptureFixture) -> N
     assert one.buffered.held_bytes == 0
 
 
-def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
-    async def run() -> None:
-        async with listening(service(Fleet())) as (target, _):
-            port = int(target.rpartition(":")[2])
-            async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
-                pass
-            for host in ("127.0.0.1", "0.0.0.0"):
-                one = IngressOptions(grpc_host=host, grpc_port=port)
-                with pytest.raises(StartError, match="another service on this machine"):
-                    async with serving(service(Fleet()), one, "another service"):
-                        pass
-            elsewhere = IngressOptions(grpc_host="127.0.0.2", grpc_port=port)
-            async with serving(service(Fleet()), elsewhere, "another service"):
-                pass
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            options = IngressOptions(grpc_port=other.getsockname()[1])
-            with pytest.raises(StartError, match=r"another program .* ingress\.grpc_port"):
-                async with serving(service(Fleet()), options):
+async def test_ingresses_share_a_port_and_other_programs_do_not() -> None:
+    async with listening(service(Fleet())) as (target, _):
+        port = int(target.rpartition(":")[2])
+        async with serving(service(Fleet()), IngressOptions(grpc_port=port)):
+            pass
+        for host in ("127.0.0.1", "0.0.0.0"):
+            one = IngressOptions(grpc_host=host, grpc_port=port)
+            with pytest.raises(StartError, match="another service on this machine"):
+                async with serving(service(Fleet()), one, "another service"):
                     pass
+        elsewhere = IngressOptions(grpc_host="127.0.0.2", grpc_port=port)
+        async with serving(service(Fleet()), elsewhere, "another service"):
+            pass
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        options = IngressOptions(grpc_port=other.getsockname()[1])
+        with pytest.raises(StartError, match=r"another program .* ingress\.grpc_port"):
+            async with serving(service(Fleet()), options):
+                pass
 
-    asyncio.run(run())
 
-
-def test_a_call_under_way_is_answered_when_the_server_stops() -> None:
-    async def run() -> None:
-        fleet, (port,) = Fleet(seconds=0.5), free_ports(1)
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-            async with serving(service(fleet), IngressOptions(grpc_port=port)):
-                call = EncoderStub(channel).Encode(request())
-                while not fleet.calls:
-                    await asyncio.sleep(0.01)
-            assert len((await call).items) == 1
-
-    asyncio.run(run())
+async def test_a_call_under_way_is_answered_when_the_server_stops() -> None:
+    fleet, (port,) = Fleet(seconds=0.5), free_ports(1)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        async with serving(service(fleet), IngressOptions(grpc_port=port)):
+            call = EncoderStub(channel).Encode(request())
+            while not fleet.calls:
+                await asyncio.sleep(0.01)
+        assert len((await call).items) == 1
 
 
 def test_calls_are_limited_and_refused_as_overload() -> None:

@@ -167,26 +167,21 @@ def test_a_plan_is_what_encoding_gives(preset: str, tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_rows_that_are_left_of_a_video_are_named() -> None:
-    async def run() -> None:
-        fleet = Encoding(MODEL)
-        film = video(8, size=(96, 64))
-        async with clients(
-            Service(ServiceOptions(model=MODEL), registry.read(MODEL), fleet)
-        ) as both:
-            for one in both:
-                (whole,) = await one.encode([film], "float32")
-                photo, left = await one.encode([jpeg(64, 64), film], "float32", evs_rate=0.5)
-                assert whole.kept_rows == photo.kept_rows == ()
-                assert len(left.kept_rows) == left.tokens == sum(left.frame_tokens) < whole.tokens
-                assert np.array_equal(left.numpy(), whole.numpy()[list(left.kept_rows)])
-                # All values of a row count, those of deepstack features too.
-                plan = fleet.plans[-1]
-                mask = retention_mask(whole.numpy(), plan, 0.5)
-                assert left.kept_rows == tuple(mask.nonzero()[0])
-        fleet.pipeline.close()
-
-    asyncio.run(run())
+async def test_rows_that_are_left_of_a_video_are_named() -> None:
+    fleet = Encoding(MODEL)
+    film = video(8, size=(96, 64))
+    async with clients(Service(ServiceOptions(model=MODEL), registry.read(MODEL), fleet)) as both:
+        for one in both:
+            (whole,) = await one.encode([film], "float32")
+            photo, left = await one.encode([jpeg(64, 64), film], "float32", evs_rate=0.5)
+            assert whole.kept_rows == photo.kept_rows == ()
+            assert len(left.kept_rows) == left.tokens == sum(left.frame_tokens) < whole.tokens
+            assert np.array_equal(left.numpy(), whole.numpy()[list(left.kept_rows)])
+            # All values of a row count, those of deepstack features too.
+            plan = fleet.plans[-1]
+            mask = retention_mask(whole.numpy(), plan, 0.5)
+            assert left.kept_rows == tuple(mask.nonzero()[0])
+    fleet.pipeline.close()
 
 
 def test_the_plan_of_an_image_that_may_be_pruned_is_that_of_the_whole() -> None:
@@ -289,16 +284,13 @@ def test_options_of_a_request_are_for_the_kinds_that_take_them() -> None:
         (PHOTO, {"dtype": 5}, "options.dtype cannot be 5"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says: str) -> None:
-    async def run() -> None:
-        async with clients(service(Fleet())) as both:
-            for one in both:
-                with pytest.raises(ServiceError) as refused:
-                    await one.encode([source], **options)
-                assert refused.value.type == "invalid_option"
-                assert says in refused.value.message
-
-    asyncio.run(run())
+async def test_what_cannot_be_asked_for(source: Source, options: dict[str, Any], says: str) -> None:
+    async with clients(service(Fleet())) as both:
+        for one in both:
+            with pytest.raises(ServiceError) as refused:
+                await one.encode([source], **options)
+            assert refused.value.type == "invalid_option"
+            assert says in refused.value.message
 
 
 @pytest.mark.parametrize(
@@ -367,20 +359,17 @@ def test_limits_hold_for_what_is_asked() -> None:
     assert fits["items"][0]["tokens"] == 54
 
 
-def test_sizes_are_upright_pixels() -> None:
-    async def run() -> None:
-        async with clients(service(Fleet())) as both:
-            for one in both:
-                photo, film = await one.plan([ROTATED, video(8, size=(64, 48))])
-                assert (photo.type, photo.width, photo.height) == ("image", 60, 90)
-                assert (film.type, film.width, film.height) == ("video", 64, 48)
-                assert len(film.timestamps) == film.grid_thw[0] > 1
-                assert film.second_per_grid_ts
-                assert not photo.timestamps
-                assert photo.patches == 4 * photo.tokens
-                assert photo.digest == hashlib.sha256(ROTATED).hexdigest()
-
-    asyncio.run(run())
+async def test_sizes_are_upright_pixels() -> None:
+    async with clients(service(Fleet())) as both:
+        for one in both:
+            photo, film = await one.plan([ROTATED, video(8, size=(64, 48))])
+            assert (photo.type, photo.width, photo.height) == ("image", 60, 90)
+            assert (film.type, film.width, film.height) == ("video", 64, 48)
+            assert len(film.timestamps) == film.grid_thw[0] > 1
+            assert film.second_per_grid_ts
+            assert not photo.timestamps
+            assert photo.patches == 4 * photo.tokens
+            assert photo.digest == hashlib.sha256(ROTATED).hexdigest()
 
 
 @pytest.mark.parametrize("error", [Overloaded("full"), Unavailable("no encoder")])
@@ -426,15 +415,12 @@ def test_errors_and_limits_are_those_of_encoding(sources: list[Source], kind: st
     asyncio.run(run())
 
 
-def test_a_message_that_grpc_itself_refuses_is_too_large() -> None:
-    async def run() -> None:
-        async with clients(service(Fleet(), max_body_bytes=1000)) as both:
-            for one in both:
-                with pytest.raises(ServiceError, match=r"limits\.max_body_bytes.*fewer") as refused:
-                    await one.encode([bytes(2**21)])
-                assert (refused.value.type, refused.value.retryable) == ("too_large", False)
-
-    asyncio.run(run())
+async def test_a_message_that_grpc_itself_refuses_is_too_large() -> None:
+    async with clients(service(Fleet(), max_body_bytes=1000)) as both:
+        for one in both:
+            with pytest.raises(ServiceError, match=r"limits\.max_body_bytes.*fewer") as refused:
+                await one.encode([bytes(2**21)])
+            assert (refused.value.type, refused.value.retryable) == ("too_large", False)
 
 
 def fetching(photo: bytes, asked: list[str], **limits: int) -> Service:

@@ -180,21 +180,18 @@ def watch(calls: HealthCalls, name: str = "") -> tuple[Context, Any]:
     return context, calls.Watch(health_pb2.HealthCheckRequest(service=name), context)
 
 
-def test_only_a_few_may_watch_at_a_time() -> None:
-    async def run() -> None:
-        calls = HealthCalls(service(Fleet()))
-        watching = [watch(calls)[1] for _ in range(MOST_WATCHES)]
-        for one in watching:
-            assert (await anext(one)).status == health_pb2.HealthCheckResponse.SERVING
-        context, refused = watch(calls)
-        with pytest.raises(Aborted):
-            await anext(refused)
-        assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        for one in watching:
-            await one.aclose()
-        await anext(watch(calls)[1])
-
-    asyncio.run(run())
+async def test_only_a_few_may_watch_at_a_time() -> None:
+    calls = HealthCalls(service(Fleet()))
+    watching = [watch(calls)[1] for _ in range(MOST_WATCHES)]
+    for one in watching:
+        assert (await anext(one)).status == health_pb2.HealthCheckResponse.SERVING
+    context, refused = watch(calls)
+    with pytest.raises(Aborted):
+        await anext(refused)
+    assert context.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    for one in watching:
+        await one.aclose()
+    await anext(watch(calls)[1])
 
 
 def test_watching_what_is_not_here_ends() -> None:

@@ -49,15 +49,12 @@ def test_scrapes_that_come_together_are_one() -> None:
     assert asyncio.run(run()) == (1, 2), "one for all of them, and a new one for whoever is later"
 
 
-def test_a_stream_of_more_than_can_be_kept_is_refused() -> None:
-    async def run() -> None:
-        fleet = Fleet()
-        options = ServiceOptions(model=MODEL, references=ReferenceOptions(max_bytes=1000))
-        one = Service(options, read(MODEL), fleet)
-        items = [RequestItem("image", jpeg(64, 64), None)] * 3
-        stream = one.stream(items, RequestOptions(reference=True), exchange(), freely)
-        with pytest.raises(TooLarge, match=r"references\.max_bytes"):
-            await anext(stream)
-        assert not fleet.calls
-
-    asyncio.run(run())
+async def test_a_stream_of_more_than_can_be_kept_is_refused() -> None:
+    fleet = Fleet()
+    options = ServiceOptions(model=MODEL, references=ReferenceOptions(max_bytes=1000))
+    one = Service(options, read(MODEL), fleet)
+    items = [RequestItem("image", jpeg(64, 64), None)] * 3
+    stream = one.stream(items, RequestOptions(reference=True), exchange(), freely)
+    with pytest.raises(TooLarge, match=r"references\.max_bytes"):
+        await anext(stream)
+    assert not fleet.calls

@@ -135,21 +135,18 @@ def loop(request: pytest.FixtureRequest) -> Iterator[None]:
         *("last", "old", "endless", "closed"),
     ],
 )
-def test_bodies_come_whole_and_connections_are_used_again(
+async def test_bodies_come_whole_and_connections_are_used_again(
     answer: Answer, body: bytes, connections: int
 ) -> None:
-    async def run() -> None:
-        async with client(answer) as (http, server):
-            for _ in range(3):
-                found = await http.request("POST", "/there?x=1", b"sent")
-                assert found == body
-                for _ in range(5):  # rounds of the loop: a server that closes has done so
-                    await asyncio.sleep(0.002)
-            assert server.connections == connections
-            assert server.seen[0].startswith(b"POST /there?x=1 HTTP/1.1\r\n")
-            assert all(request.endswith(b"\r\n\r\nsent") for request in server.seen)
-
-    asyncio.run(run())
+    async with client(answer) as (http, server):
+        for _ in range(3):
+            found = await http.request("POST", "/there?x=1", b"sent")
+            assert found == body
+            for _ in range(5):  # rounds of the loop: a server that closes has done so
+                await asyncio.sleep(0.002)
+        assert server.connections == connections
+        assert server.seen[0].startswith(b"POST /there?x=1 HTTP/1.1\r\n")
+        assert all(request.endswith(b"\r\n\r\nsent") for request in server.seen)
 
 
 ITEMS = [
@@ -278,14 +275,11 @@ HEADER_BYTES = int.from_bytes(EMBEDDINGS[:8], "little")
         *("gap", "minus", "endless", "huge", "more"),
     ],
 )
-def test_a_response_without_its_embeddings_is_invalid(body: bytes, message: str) -> None:
-    async def run() -> None:
-        async with client(says(encoded(body))) as (http, _):
-            with pytest.raises(ServiceError, match=message) as failed:
-                await http.encode([], {})
-            assert failed.value.type == "invalid_response"
-
-    asyncio.run(run())
+async def test_a_response_without_its_embeddings_is_invalid(body: bytes, message: str) -> None:
+    async with client(says(encoded(body))) as (http, _):
+        with pytest.raises(ServiceError, match=message) as failed:
+            await http.encode([], {})
+        assert failed.value.type == "invalid_response"
 
 
 @pytest.mark.parametrize(
@@ -302,16 +296,13 @@ def test_a_response_without_its_embeddings_is_invalid(body: bytes, message: str)
     ],
     ids=["at once", "torn", "torn chunks", "no HTTP", "no gzip", "too much", "silent", "stops"],
 )
-def test_what_goes_wrong_is_a_service_error(answer: Answer, error: str) -> None:
-    async def run() -> None:
-        async with client(answer, timeout_seconds=0.3) as (http, _):
-            with pytest.raises(ServiceError) as failed:
-                await http.model()
-        assert failed.value.type == error
-        assert failed.value.retryable == (error == "unavailable")
-        assert failed.value.status is None
-
-    asyncio.run(run())
+async def test_what_goes_wrong_is_a_service_error(answer: Answer, error: str) -> None:
+    async with client(answer, timeout_seconds=0.3) as (http, _):
+        with pytest.raises(ServiceError) as failed:
+            await http.model()
+    assert failed.value.type == error
+    assert failed.value.retryable == (error == "unavailable")
+    assert failed.value.status is None
 
 
 @pytest.mark.parametrize("status", [b"304 Not Modified", b"307 Temporary Redirect"])
@@ -355,14 +346,11 @@ def test_limits_of_a_proxy_are_named_as_ours(status: int, kind: str) -> None:
     asyncio.run(run())
 
 
-def test_a_model_card_that_is_not_json_is_an_invalid_response() -> None:
-    async def run() -> None:
-        async with client(says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno")) as (http, _):
-            with pytest.raises(ServiceError, match="not JSON") as failed:
-                await http.model()
-            assert failed.value.type == "invalid_response"
-
-    asyncio.run(run())
+async def test_a_model_card_that_is_not_json_is_an_invalid_response() -> None:
+    async with client(says(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nno")) as (http, _):
+        with pytest.raises(ServiceError, match="not JSON") as failed:
+            await http.model()
+        assert failed.value.type == "invalid_response"
 
 
 def test_a_size_that_nobody_sends_takes_no_memory() -> None:
@@ -377,15 +365,12 @@ def test_a_size_that_nobody_sends_takes_no_memory() -> None:
     asyncio.run(run())
 
 
-def test_a_request_of_many_pieces_comes_whole() -> None:
-    async def run() -> None:
-        async with client(says(sized(b""))) as (http, server):
-            for _ in range(2):
-                await http.request("POST", "/", BODY * 5)
-            assert all(request.endswith(b"\r\n\r\n" + BODY * 5) for request in server.seen)
-            assert (len(server.seen), server.connections) == (2, 1)
-
-    asyncio.run(run())
+async def test_a_request_of_many_pieces_comes_whole() -> None:
+    async with client(says(sized(b""))) as (http, server):
+        for _ in range(2):
+            await http.request("POST", "/", BODY * 5)
+        assert all(request.endswith(b"\r\n\r\n" + BODY * 5) for request in server.seen)
+        assert (len(server.seen), server.connections) == (2, 1)
 
 
 def test_an_answer_before_all_was_sent_ends_the_connection() -> None:
@@ -414,16 +399,13 @@ def test_an_answer_before_all_was_sent_ends_the_connection() -> None:
     asyncio.run(run())
 
 
-def test_requests_at_a_time_have_a_connection_each() -> None:
-    async def run() -> None:
-        async with client(says(KNOWN)) as (http, server):
-            answers = await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
-            assert all(found == BODY for found in answers)
-            assert server.connections == 5
-            await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
-            assert server.connections == 5
-
-    asyncio.run(run())
+async def test_requests_at_a_time_have_a_connection_each() -> None:
+    async with client(says(KNOWN)) as (http, server):
+        answers = await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
+        assert all(found == BODY for found in answers)
+        assert server.connections == 5
+        await asyncio.gather(*(http.request("GET", "/") for _ in range(5)))
+        assert server.connections == 5
 
 
 def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,51 +423,42 @@ def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:1", f"{'a' * 64}.invalid"])
-def test_who_cannot_be_reached_is_unavailable(host: str) -> None:
-    async def run() -> None:
-        http = HttpTransport(f"http://{host}", None, 5)
-        with pytest.raises(ServiceError, match=host) as failed:
-            await http.model()
-        assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
-        await http.close()
-
-    asyncio.run(run())
+async def test_who_cannot_be_reached_is_unavailable(host: str) -> None:
+    http = HttpTransport(f"http://{host}", None, 5)
+    with pytest.raises(ServiceError, match=host) as failed:
+        await http.model()
+    assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
+    await http.close()
 
 
-def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
-    async def run() -> None:
-        async with listening(says(b"SSH-2.0-OpenSSH\r\n\r\n")) as (address, _):
-            http = HttpTransport(f"http://{address}", "a-secret", 5)
-            with pytest.raises(ServiceError, match="is it the gRPC port") as failed:
-                await http.model()
-            assert "a-secret" not in str(failed.value)
-            await http.close()
+async def test_a_port_that_speaks_no_http_is_named_and_no_header_shown() -> None:
+    async with listening(says(b"SSH-2.0-OpenSSH\r\n\r\n")) as (address, _):
         http = HttpTransport(f"http://{address}", "a-secret", 5)
-        with pytest.raises(ServiceError, match="is the service running there") as failed:
+        with pytest.raises(ServiceError, match="is it the gRPC port") as failed:
             await http.model()
-        assert "ConnectionKey" not in str(failed.value)
-        assert failed.value.__suppress_context__, "a traceback shows this error alone"
+        assert "a-secret" not in str(failed.value)
         await http.close()
+    http = HttpTransport(f"http://{address}", "a-secret", 5)
+    with pytest.raises(ServiceError, match="is the service running there") as failed:
+        await http.model()
+    assert "ConnectionKey" not in str(failed.value)
+    assert failed.value.__suppress_context__, "a traceback shows this error alone"
+    await http.close()
+    encoder = connect(f"grpc://{address}", None, 5)
+    with pytest.raises(ServiceError, match="is the service running there") as failed:
+        await encoder.model()
+    assert failed.value.__suppress_context__
+    assert failed.value.retryable
+    await encoder.close()
+
+
+async def test_a_port_that_speaks_http_is_named_to_grpc() -> None:
+    async with listening(says(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (address, _):
         encoder = connect(f"grpc://{address}", None, 5)
-        with pytest.raises(ServiceError, match="is the service running there") as failed:
+        with pytest.raises(ServiceError, match="is it the HTTP port") as failed:
             await encoder.model()
-        assert failed.value.__suppress_context__
-        assert failed.value.retryable
+        assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
         await encoder.close()
-
-    asyncio.run(run())
-
-
-def test_a_port_that_speaks_http_is_named_to_grpc() -> None:
-    async def run() -> None:
-        async with listening(says(b"HTTP/1.1 400 Bad Request\r\n\r\n")) as (address, _):
-            encoder = connect(f"grpc://{address}", None, 5)
-            with pytest.raises(ServiceError, match="is it the HTTP port") as failed:
-                await encoder.model()
-            assert (failed.value.type, failed.value.retryable) == ("unavailable", True)
-            await encoder.close()
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("scheme", ["http", "grpc"])
@@ -532,16 +505,13 @@ def test_an_address_that_is_none(url: str) -> None:
         connect(url, None, 5)
 
 
-def test_who_waits_no_longer_hangs_up() -> None:
-    async def run() -> None:
-        async with client(says(KNOWN[:90_000])) as (http, server):
-            request = asyncio.create_task(http.model())
-            while not server.seen:
-                await asyncio.sleep(0.01)
-            request.cancel()
-            await asyncio.wait_for(server.left.wait(), 5)
-
-    asyncio.run(run())
+async def test_who_waits_no_longer_hangs_up() -> None:
+    async with client(says(KNOWN[:90_000])) as (http, server):
+        request = asyncio.create_task(http.model())
+        while not server.seen:
+            await asyncio.sleep(0.01)
+        request.cancel()
+        await asyncio.wait_for(server.left.wait(), 5)
 
 
 @pytest.fixture
@@ -559,28 +529,24 @@ async def asked(url: str, token: str | None = None) -> None:
 
 
 @pytest.mark.parametrize("name", ["http_proxy", "HTTP_PROXY", "all_proxy"])
-def test_a_proxy_of_the_environment(name: str, no_proxies: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with listening(says(sized(b""))) as (address, server):
-            no_proxies.setenv(name, f"http://user:word@{address}")
-            await asked("http://encoder:8000")
-            head = server.seen[0].lower()
-            assert head.startswith(b"get http://encoder:8000/v1/model http/1.1\r\n")
-            assert b"proxy-authorization: basic " + b64encode(b"user:word").lower() in head
-
-    asyncio.run(run())
+async def test_a_proxy_of_the_environment(name: str, no_proxies: pytest.MonkeyPatch) -> None:
+    async with listening(says(sized(b""))) as (address, server):
+        no_proxies.setenv(name, f"http://user:word@{address}")
+        await asked("http://encoder:8000")
+        head = server.seen[0].lower()
+        assert head.startswith(b"get http://encoder:8000/v1/model http/1.1\r\n")
+        assert b"proxy-authorization: basic " + b64encode(b"user:word").lower() in head
 
 
 @pytest.mark.parametrize("proxy", ["{address}", "http://{address}"])
-def test_a_proxy_needs_no_scheme_and_no_name(proxy: str, no_proxies: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with listening(says(sized(b""))) as (address, server):
-            no_proxies.setenv("http_proxy", proxy.format(address=address))
-            await asked("http://encoder:8000")
-            assert b"proxy-authorization" not in server.seen[0].lower()
-            assert server.connections == 1
-
-    asyncio.run(run())
+async def test_a_proxy_needs_no_scheme_and_no_name(
+    proxy: str, no_proxies: pytest.MonkeyPatch
+) -> None:
+    async with listening(says(sized(b""))) as (address, server):
+        no_proxies.setenv("http_proxy", proxy.format(address=address))
+        await asked("http://encoder:8000")
+        assert b"proxy-authorization" not in server.seen[0].lower()
+        assert server.connections == 1
 
 
 def test_this_machine_and_hosts_in_no_proxy_are_reached_directly(
@@ -605,25 +571,19 @@ def test_a_proxy_that_cannot_be_used(no_proxies: pytest.MonkeyPatch) -> None:
         connect("http://encoder:8000", None, 5)
 
 
-def test_a_name_and_a_password_are_sent_and_not_told(no_proxies: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with listening(says(sized(b""), close=True)) as (address, server):
-            await asked(f"http://user:w%C3%B6rd@{address}", "token")
-            basic = b64encode("user:w\u00f6rd".encode())
-            assert b"authorization: basic " + basic.lower() in server.seen[0].lower()
-        http = HttpTransport(f"http://user:word@{address}", None, 5)
-        with pytest.raises(ServiceError) as failed:
-            await http.model()
-        await http.close()
-        assert "word" not in str(failed.value)
-
-    asyncio.run(run())
+async def test_a_name_and_a_password_are_sent_and_not_told(no_proxies: pytest.MonkeyPatch) -> None:
+    async with listening(says(sized(b""), close=True)) as (address, server):
+        await asked(f"http://user:w%C3%B6rd@{address}", "token")
+        basic = b64encode("user:w\u00f6rd".encode())
+        assert b"authorization: basic " + basic.lower() in server.seen[0].lower()
+    http = HttpTransport(f"http://user:word@{address}", None, 5)
+    with pytest.raises(ServiceError) as failed:
+        await http.model()
+    await http.close()
+    assert "word" not in str(failed.value)
 
 
-def test_a_path_before_ours(no_proxies: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        async with listening(says(sized(b""))) as (address, server):
-            await asked(f"http://{address}/a%20b/")
-            assert server.seen[0].startswith(b"GET /a%20b/v1/model ")
-
-    asyncio.run(run())
+async def test_a_path_before_ours(no_proxies: pytest.MonkeyPatch) -> None:
+    async with listening(says(sized(b""))) as (address, server):
+        await asked(f"http://{address}/a%20b/")
+        assert server.seen[0].startswith(b"GET /a%20b/v1/model ")

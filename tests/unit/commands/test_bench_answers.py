@@ -245,20 +245,17 @@ def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(run())
 
 
-def test_requests_with_many_images_share_none() -> None:
-    async def run() -> None:
-        pictures = answers.Pictures(repeated=0)
-        try:
-            requests = await pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
-            requests += await pictures.of(Kind("1", (((32, 32),),)), 2)
-            mixed = await pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
-        finally:
-            pictures.pool.shutdown()
-        images = [image for request in requests for image in request]
-        assert len(set(images)) == len(images) == 42
-        assert {len(request) for request in mixed} == {0, 2}
-
-    asyncio.run(run())
+async def test_requests_with_many_images_share_none() -> None:
+    pictures = answers.Pictures(repeated=0)
+    try:
+        requests = await pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
+        requests += await pictures.of(Kind("1", (((32, 32),),)), 2)
+        mixed = await pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
+    finally:
+        pictures.pool.shutdown()
+    images = [image for request in requests for image in request]
+    assert len(set(images)) == len(images) == 42
+    assert {len(request) for request in mixed} == {0, 2}
 
 
 def test_the_command_measures_running_servers(tmp_path: Path) -> None:
@@ -395,16 +392,13 @@ def test_a_server_that_ends_at_start_is_quoted(module: Path, console: Console) -
         pass
 
 
-def test_a_server_that_cannot_be_reached_is_told_in_a_line() -> None:
-    async def run() -> None:
-        (port,) = free_ports(1)
-        address = f"http://127.0.0.1:{port}"
-        with pytest.raises(StartError, match="no connection: is the service running") as failed:
-            async with answers.connected("a", [address]):
-                pass
-        assert str(failed.value).startswith(f"{address}: ")
-
-    asyncio.run(run())
+async def test_a_server_that_cannot_be_reached_is_told_in_a_line() -> None:
+    (port,) = free_ports(1)
+    address = f"http://127.0.0.1:{port}"
+    with pytest.raises(StartError, match="no connection: is the service running") as failed:
+        async with answers.connected("a", [address]):
+            pass
+    assert str(failed.value).startswith(f"{address}: ")
 
 
 def test_a_server_without_a_model_is_refused() -> None:

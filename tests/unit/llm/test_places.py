@@ -42,18 +42,15 @@ def test_a_place_is_told() -> None:
     assert asked("replica.content") == PLACE
 
 
-def test_a_server_that_cannot_start_is_noticed() -> None:
-    async def run() -> None:
-        server = PlaceServer(rows_place)
-        server.check()  # it has not begun
-        server._socket.close()
-        with pytest.raises(OSError, match="descriptor"):
-            await server._starting
-        with pytest.raises(OSError, match="descriptor"):
-            server.check()
-        await server._runner.cleanup()
-
-    asyncio.run(run())
+async def test_a_server_that_cannot_start_is_noticed() -> None:
+    server = PlaceServer(rows_place)
+    server.check()  # it has not begun
+    server._socket.close()
+    with pytest.raises(OSError, match="descriptor"):
+        await server._starting
+    with pytest.raises(OSError, match="descriptor"):
+        server.check()
+    await server._runner.cleanup()
 
 
 @pytest.mark.parametrize(

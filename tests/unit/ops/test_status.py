@@ -124,27 +124,24 @@ def test_many_who_look_are_one_look() -> None:
     assert fleet.glances == 1
 
 
-def test_work_goes_on_when_the_first_who_asked_goes_away() -> None:
-    async def test() -> None:
-        begun, may_end, runs = asyncio.Event(), asyncio.Event(), []
+async def test_work_goes_on_when_the_first_who_asked_goes_away() -> None:
+    begun, may_end, runs = asyncio.Event(), asyncio.Event(), []
 
-        async def work() -> int:
-            runs.append(1)
-            begun.set()
-            await may_end.wait()
-            return len(runs)
+    async def work() -> int:
+        runs.append(1)
+        begun.set()
+        await may_end.wait()
+        return len(runs)
 
-        flight = SingleFlight(work, seconds=3600)
-        first, second = (asyncio.ensure_future(flight.get()) for _ in range(2))
-        await begun.wait()
-        first.cancel()
-        may_end.set()
-        assert await second == 1
-        assert await flight.get() == 1
-        stale = SingleFlight(work, seconds=0)
-        assert (await stale.get(), await stale.get()) == (2, 3)
-
-    asyncio.run(test())
+    flight = SingleFlight(work, seconds=3600)
+    first, second = (asyncio.ensure_future(flight.get()) for _ in range(2))
+    await begun.wait()
+    first.cancel()
+    may_end.set()
+    assert await second == 1
+    assert await flight.get() == 1
+    stale = SingleFlight(work, seconds=0)
+    assert (await stale.get(), await stale.get()) == (2, 3)
 
 
 def test_the_status_asks_for_the_token_and_the_page_does_not() -> None:

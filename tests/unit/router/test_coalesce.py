@@ -34,15 +34,12 @@ async def steps() -> None:
         await asyncio.sleep(0)
 
 
-def test_rows_that_may_stay_on_the_device_are_not_for_those_who_cannot_read_them() -> None:
-    async def test() -> None:
-        fleet = MemoryFleet("a", well)
-        router, _ = dispatcher(fleet)
-        media = [item(1), replace(item(1), on_device=True), item(1)]
-        assert right(media, await collect(router, media))
-        assert [len(call[1]) for call in fleet.calls] == [2]
-
-    asyncio.run(test())
+async def test_rows_that_may_stay_on_the_device_are_not_for_those_who_cannot_read_them() -> None:
+    fleet = MemoryFleet("a", well)
+    router, _ = dispatcher(fleet)
+    media = [item(1), replace(item(1), on_device=True), item(1)]
+    assert right(media, await collect(router, media))
+    assert [len(call[1]) for call in fleet.calls] == [2]
 
 
 def test_one_call_serves_all_who_ask_while_it_lasts() -> None:

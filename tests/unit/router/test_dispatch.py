@@ -463,18 +463,15 @@ def test_a_small_request_waits_for_what_was_sent_not_for_what_waits(early: bool)
     settled(test())
 
 
-def test_what_a_replica_tells_of_the_items_of_others_counts_at_once() -> None:
-    async def test() -> None:
-        fleet = MemoryFleet(["a", "b"], well)
-        router, _ = dispatcher(fleet)
-        fleet.heard("a", Work(1000, 10**6))
-        await collect(router, [item(number) for number in range(5)])
-        fleet.heard("b", Work(1000, 10**6))
-        fleet.heard("a", Work(0))
-        await collect(router, [item(number) for number in range(5, 10)])
-        assert [replica for replica, _ in fleet.calls] == ["b", "a"]
-
-    asyncio.run(test())
+async def test_what_a_replica_tells_of_the_items_of_others_counts_at_once() -> None:
+    fleet = MemoryFleet(["a", "b"], well)
+    router, _ = dispatcher(fleet)
+    fleet.heard("a", Work(1000, 10**6))
+    await collect(router, [item(number) for number in range(5)])
+    fleet.heard("b", Work(1000, 10**6))
+    fleet.heard("a", Work(0))
+    await collect(router, [item(number) for number in range(5, 10)])
+    assert [replica for replica, _ in fleet.calls] == ["b", "a"]
 
 
 def test_requests_that_wait_for_a_pool_hold_up_no_others() -> None:

@@ -87,26 +87,20 @@ def test_a_replica_that_says_it_is_ill_has_lost_its_calls() -> None:
     asyncio.run(test())
 
 
-def test_a_call_to_a_silent_replica_is_lost_too() -> None:
-    async def test() -> None:
-        liveness = Liveness(never, at_once, STALL_SECONDS)
-        for _ in range(2):
-            with pytest.raises(ShardLost):
-                async with liveness.guard("a"):
-                    await asyncio.Event().wait()
-            assert liveness.silent == {"a"}
-
-    asyncio.run(test())
-
-
-def test_what_the_call_raises_is_its_own() -> None:
-    async def test() -> None:
-        liveness = Liveness(at_once, at_once, STALL_SECONDS)
-        with pytest.raises(KeyError):
+async def test_a_call_to_a_silent_replica_is_lost_too() -> None:
+    liveness = Liveness(never, at_once, STALL_SECONDS)
+    for _ in range(2):
+        with pytest.raises(ShardLost):
             async with liveness.guard("a"):
-                raise KeyError
+                await asyncio.Event().wait()
+        assert liveness.silent == {"a"}
 
-    asyncio.run(test())
+
+async def test_what_the_call_raises_is_its_own() -> None:
+    liveness = Liveness(at_once, at_once, STALL_SECONDS)
+    with pytest.raises(KeyError):
+        async with liveness.guard("a"):
+            raise KeyError
 
 
 async def no_route(replica: str) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import tracemalloc
 import weakref
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -57,8 +57,6 @@ NOTHING = grpc.aio.Metadata()
 ROWS = np.zeros(1001, np.uint8)
 LARGE_BYTES = 64 * 2**20
 LARGE_CALL = replace(CALL, media=[replace(item(1), data=bytes(LARGE_BYTES))])
-
-Test = Callable[[], Coroutine[Any, Any, None]]
 
 
 class MemoryEncoder:
@@ -148,180 +146,158 @@ def near(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-def run(test: Test) -> None:
-    asyncio.run(test())
-
-
-def test_all_calls_over_both_sockets(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            reply = await encode(channel)
-            assert reply.outstanding_patches == 7
-            assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False, 0)]
-            await channel.call("check", {})
-            encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
-            found, _ = await channel.call("fetch", {"name": "x"})
-            assert found.kept.media.digest == item(1).digest
-            found, _ = await channel.call("fetch", {"name": "y"})
-            assert not found.HasField("kept")
-            for released in (True, False):
-                found, _ = await channel.call("release", {"name": "x"})
-                assert found.released == released
-            path = Path(channel.endpoint.unix)
-            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-            if near:  # it works without TCP: the address is a wrong one
-                lone = ReplicaChannel(replace(channel.endpoint, tcp="127.0.0.1:1"), NODE)
-                assert len((await encode(lone)).answers) == 2
-                lone.retire()
-
-    run(test)
+async def test_all_calls_over_both_sockets(near: bool) -> None:
+    async with opened(near) as (encoder, _, channel):
+        reply = await encode(channel)
+        assert reply.outstanding_patches == 7
+        assert encoder.calls == [(CALL.media, "float16", 3.5, CALL.origin, False, 0)]
+        await channel.call("check", {})
+        encoder.kept["x"] = Kept.of(item(1), embedding(item(1), "a"))
+        found, _ = await channel.call("fetch", {"name": "x"})
+        assert found.kept.media.digest == item(1).digest
+        found, _ = await channel.call("fetch", {"name": "y"})
+        assert not found.HasField("kept")
+        for released in (True, False):
+            found, _ = await channel.call("release", {"name": "x"})
+            assert found.released == released
+        path = Path(channel.endpoint.unix)
+        assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+        if near:  # it works without TCP: the address is a wrong one
+            lone = ReplicaChannel(replace(channel.endpoint, tcp="127.0.0.1:1"), NODE)
+            assert len((await encode(lone)).answers) == 2
+            lone.retire()
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            call = replace(CALL, media=[item(n) for n in range(3)], early=True)
-            found: list[Reply] = []
-            heard = asyncio.Event()
+async def test_answers_come_early_and_in_order(near: bool, fails: bool) -> None:
+    async with opened(near) as (encoder, _, channel):
+        call = replace(CALL, media=[item(n) for n in range(3)], early=True)
+        found: list[Reply] = []
+        heard = asyncio.Event()
 
-            async def early(message: Any, _: list[Bytes]) -> None:
-                found.append(reply_of(message, ReceivedRows()))
-                heard.set()
+        async def early(message: Any, _: list[Bytes]) -> None:
+            found.append(reply_of(message, ReceivedRows()))
+            heard.set()
 
-            encoder.gate.clear()
-            fields = message_fields(call)
-            calling = asyncio.create_task(channel.call("encode", fields, 10, early))
-            for count in (1, 2):
-                encoder.parts.release()
-                await heard.wait()
-                heard.clear()
-                assert [part.places for part in found] == [(n,) for n in range(count)]
-            encoder.failure = InvalidMedia("the rest") if fails else None
-            encoder.gate.set()
-            if fails:
-                with pytest.raises(InvalidMedia):
-                    await calling
-            else:
-                message, _ = await calling
-                found.append(reply_of(message, ReceivedRows()))
-                assert found[-1].places == (2,)
-                assert found[-1].outstanding_patches == 7
-            for place, part in enumerate(found):
-                assert right([item(place)], part.answers)
-
-    run(test)
+        encoder.gate.clear()
+        fields = message_fields(call)
+        calling = asyncio.create_task(channel.call("encode", fields, 10, early))
+        for count in (1, 2):
+            encoder.parts.release()
+            await heard.wait()
+            heard.clear()
+            assert [part.places for part in found] == [(n,) for n in range(count)]
+        encoder.failure = InvalidMedia("the rest") if fails else None
+        encoder.gate.set()
+        if fails:
+            with pytest.raises(InvalidMedia):
+                await calling
+        else:
+            message, _ = await calling
+            found.append(reply_of(message, ReceivedRows()))
+            assert found[-1].places == (2,)
+            assert found[-1].outstanding_patches == 7
+        for place, part in enumerate(found):
+            assert right([item(place)], part.answers)
 
 
 @pytest.mark.parametrize("meanwhile", [False, True], ids=["waits", "takes"])
-def test_a_call_that_is_cancelled_between_its_answers_ends_at_the_encoder(meanwhile: bool) -> None:
-    async def test() -> None:
-        async with opened() as (encoder, _, channel):
-            heard, going_on = asyncio.Event(), asyncio.Event()
+async def test_a_call_that_is_cancelled_between_its_answers_ends_at_the_encoder(
+    meanwhile: bool,
+) -> None:
+    async with opened() as (encoder, _, channel):
+        heard, going_on = asyncio.Event(), asyncio.Event()
 
-            async def early(*_: Any) -> None:
-                heard.set()
-                if meanwhile:
-                    await going_on.wait()
+        async def early(*_: Any) -> None:
+            heard.set()
+            if meanwhile:
+                await going_on.wait()
 
-            fields = message_fields(replace(CALL, early=True))
-            encoder.gate.clear()
-            encoder.parts.release()
-            calling = asyncio.create_task(channel.call("encode", fields, 10, early))
-            await heard.wait()
-            calling.cancel()
-            await encoder.ended.wait()
-            assert (await asyncio.wait([calling]))[0].pop().cancelled()
-            encoder.gate.set()
-            assert len((await encode(channel)).answers) == 2, "the stream goes on"
-
-    run(test)
+        fields = message_fields(replace(CALL, early=True))
+        encoder.gate.clear()
+        encoder.parts.release()
+        calling = asyncio.create_task(channel.call("encode", fields, 10, early))
+        await heard.wait()
+        calling.cancel()
+        await encoder.ended.wait()
+        assert (await asyncio.wait([calling]))[0].pop().cancelled()
+        encoder.gate.set()
+        assert len((await encode(channel)).answers) == 2, "the stream goes on"
 
 
 @pytest.mark.parametrize("ends_well", [True, False])
-def test_a_router_that_asks_hears_of_the_items_of_others(near: bool, ends_well: bool) -> None:
+async def test_a_router_that_asks_hears_of_the_items_of_others(near: bool, ends_well: bool) -> None:
     """Of those that come, and that none are left."""
-
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            told: asyncio.Queue[Work] = asyncio.Queue()
-            untold: list[Work] = []
-            listener = ReplicaChannel(channel.endpoint, NODE if near else "", told.put_nowait)
-            deaf = ReplicaChannel(channel.endpoint, NODE if near else "", untold.append)
-            await encode(listener, TELLING)
-            await encode(deaf)
-            while await told.get() != Work(0):  # the items of `deaf` came and went
-                pass
-            encoder.gate.clear()
-            calls = [asyncio.create_task(encode(channel, TELLING)) for _ in range(3)]
-            whole = Work.of(one.plan.work for one in 3 * CALL.media)
-            while await told.get() != whole:  # unless all came within a millisecond
-                pass
-            if ends_well:
-                encoder.gate.set()
-                assert len(await asyncio.gather(*calls)) == 3
-            else:
-                for call in calls:
-                    call.cancel()
-            while await told.get() != Work(0):
-                pass
+    async with opened(near) as (encoder, _, channel):
+        told: asyncio.Queue[Work] = asyncio.Queue()
+        untold: list[Work] = []
+        listener = ReplicaChannel(channel.endpoint, NODE if near else "", told.put_nowait)
+        deaf = ReplicaChannel(channel.endpoint, NODE if near else "", untold.append)
+        await encode(listener, TELLING)
+        await encode(deaf)
+        while await told.get() != Work(0):  # the items of `deaf` came and went
+            pass
+        encoder.gate.clear()
+        calls = [asyncio.create_task(encode(channel, TELLING)) for _ in range(3)]
+        whole = Work.of(one.plan.work for one in 3 * CALL.media)
+        while await told.get() != whole:  # unless all came within a millisecond
+            pass
+        if ends_well:
             encoder.gate.set()
-            await encode(listener)  # which asks no more
-            await encode(channel)
-            await asyncio.sleep(10 * rpc_server.TELL_SECONDS)
-            assert told.empty()
-            assert not untold
-            listener.retire()
-            deaf.retire()
+            assert len(await asyncio.gather(*calls)) == 3
+        else:
+            for call in calls:
+                call.cancel()
+        while await told.get() != Work(0):
+            pass
+        encoder.gate.set()
+        await encode(listener)  # which asks no more
+        await encode(channel)
+        await asyncio.sleep(10 * rpc_server.TELL_SECONDS)
+        assert told.empty()
+        assert not untold
+        listener.retire()
+        deaf.retire()
 
-    run(test)
 
-
-def test_what_a_replica_has_to_do_is_told_after_answers_that_take_long_to_send() -> None:
+async def test_what_a_replica_has_to_do_is_told_after_answers_that_take_long_to_send() -> None:
     """Not left out: the router would count items of others that are long done."""
-
-    async def test() -> None:
-        async with opened() as (encoder, server, channel):
-            told: asyncio.Queue[Work] = asyncio.Queue()
-            listener = ReplicaChannel(channel.endpoint, NODE, told.put_nowait)
-            await encode(listener, TELLING)
-            (stream,) = server._streams
-            for _ in range(2):
-                stream.send(pb.Outcome(error={"message": LARGE_BYTES * "x"}))
-            encoder.outstanding = Work(5)
-            stream.tell_soon()
-            await asyncio.sleep(2 * rpc_server.TELL_SECONDS)
-            encoder.outstanding = Work(0)
-            assert await told.get() == Work(0)
-            listener.retire()
-
-    run(test)
+    async with opened() as (encoder, server, channel):
+        told: asyncio.Queue[Work] = asyncio.Queue()
+        listener = ReplicaChannel(channel.endpoint, NODE, told.put_nowait)
+        await encode(listener, TELLING)
+        (stream,) = server._streams
+        for _ in range(2):
+            stream.send(pb.Outcome(error={"message": LARGE_BYTES * "x"}))
+        encoder.outstanding = Work(5)
+        stream.tell_soon()
+        await asyncio.sleep(2 * rpc_server.TELL_SECONDS)
+        encoder.outstanding = Work(0)
+        assert await told.get() == Work(0)
+        listener.retire()
 
 
-def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            node = NODE if near else ""
-            for token in ("", "wrong", channel.endpoint.token[:-1]):
-                stranger = ReplicaChannel(replace(channel.endpoint, token=token), node)
-                large = replace(CALL, media=[replace(item(1), data=bytes(64 * 2**20))])
-                with pytest.raises(ShardLost, match="token"):
-                    await encode(stranger)
-                with pytest.raises(ShardLost):
-                    await encode(stranger, large)
-                stranger.retire()
-            target = f"unix:{channel.endpoint.unix}" if near else channel.endpoint.tcp
-            async with grpc.aio.insecure_channel(target) as bare:
-                call = bare.stream_stream("/encoder.replica.v1.Replica/Calls")
-                with pytest.raises(grpc.aio.AioRpcError) as refused:
-                    await call(iter([b"no message"])).read()
-            # gRPC may forget the reason if the stream ends while a message is being written.
-            refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
-            assert refused.value.code() in refusals
-            assert not encoder.calls
-            assert channel.endpoint.token not in repr(channel.endpoint)
-
-    run(test)
+async def test_a_call_without_the_token_is_refused_before_it_is_read(near: bool) -> None:
+    async with opened(near) as (encoder, _, channel):
+        node = NODE if near else ""
+        for token in ("", "wrong", channel.endpoint.token[:-1]):
+            stranger = ReplicaChannel(replace(channel.endpoint, token=token), node)
+            large = replace(CALL, media=[replace(item(1), data=bytes(64 * 2**20))])
+            with pytest.raises(ShardLost, match="token"):
+                await encode(stranger)
+            with pytest.raises(ShardLost):
+                await encode(stranger, large)
+            stranger.retire()
+        target = f"unix:{channel.endpoint.unix}" if near else channel.endpoint.tcp
+        async with grpc.aio.insecure_channel(target) as bare:
+            call = bare.stream_stream("/encoder.replica.v1.Replica/Calls")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(iter([b"no message"])).read()
+        # gRPC may forget the reason if the stream ends while a message is being written.
+        refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INTERNAL)
+        assert refused.value.code() in refusals
+        assert not encoder.calls
+        assert channel.endpoint.token not in repr(channel.endpoint)
 
 
 def test_a_router_does_not_use_another_version() -> None:
@@ -344,31 +320,25 @@ def test_a_router_does_not_use_another_version() -> None:
     ],
     ids=["ours", "long", "a bug", "dropped"],
 )
-def test_a_call_that_fails_says_so(raised: BaseException, told: type[Exception]) -> None:
-    async def test() -> None:
-        async with opened() as (encoder, _, channel):
-            encoder.failure = raised
-            with pytest.raises(told) as found:
-                await encode(channel)
-            assert str(raised)[:1000] in str(found.value)
-            with pytest.raises(told):
-                await channel.call("check", {})
-
-    run(test)
+async def test_a_call_that_fails_says_so(raised: BaseException, told: type[Exception]) -> None:
+    async with opened() as (encoder, _, channel):
+        encoder.failure = raised
+        with pytest.raises(told) as found:
+            await encode(channel)
+        assert str(raised)[:1000] in str(found.value)
+        with pytest.raises(told):
+            await channel.call("check", {})
 
 
-def test_a_cancelled_call_ends_at_the_encoder(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            encoder.gate.clear()
-            call = asyncio.create_task(encode(channel))
-            await encoder.began.wait()
-            call.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await call
-            await encoder.ended.wait()
-
-    run(test)
+async def test_a_cancelled_call_ends_at_the_encoder(near: bool) -> None:
+    async with opened(near) as (encoder, _, channel):
+        encoder.gate.clear()
+        call = asyncio.create_task(encode(channel))
+        await encoder.began.wait()
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await encoder.ended.wait()
 
 
 def test_nothing_of_a_cancelled_call_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,18 +365,15 @@ def test_nothing_of_a_cancelled_call_stays(monkeypatch: pytest.MonkeyPatch) -> N
             while any(task() for task in tasks):
                 await asyncio.sleep(0.01)
 
-    run(test)
+    asyncio.run(test())
 
 
-def test_a_call_has_a_deadline() -> None:
-    async def test() -> None:
-        async with opened() as (encoder, _, channel):
-            encoder.gate.clear()
-            with pytest.raises(DeadlineExceeded):
-                await encode(channel, seconds=0.1)
-            await encoder.ended.wait()
-
-    run(test)
+async def test_a_call_has_a_deadline() -> None:
+    async with opened() as (encoder, _, channel):
+        encoder.gate.clear()
+        with pytest.raises(DeadlineExceeded):
+            await encode(channel, seconds=0.1)
+        await encoder.ended.wait()
 
 
 @pytest.mark.parametrize(
@@ -426,79 +393,67 @@ def test_only_a_node_that_is_cut_off_is_out_of_reach(
             with pytest.raises(OSError, match=str(failure)) if raised else nullcontext():
                 await channel.reach()
 
-    run(test)
+    asyncio.run(test())
 
 
-def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with opened() as (encoder, _, channel):
-            encoder.gate.clear()
-            other = asyncio.create_task(encode(channel))
-            await encoder.began.wait()
-            monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", 1000)
-            large = replace(CALL, media=[replace(item(1), data=bytes(1001))])
-            with pytest.raises(TooLarge, match="1000 of a call"):
-                await encode(channel, large)
-            assert len(encoder.calls) == 1
-            encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=ROWS))
-            with pytest.raises(TooLarge, match="1000 of a call"):
-                await channel.call("fetch", {"name": "x"})
-            encoder.gate.set()
-            assert (await other).answers, "the stream goes on"
-
-    run(test)
+async def test_messages_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as (encoder, _, channel):
+        encoder.gate.clear()
+        other = asyncio.create_task(encode(channel))
+        await encoder.began.wait()
+        monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", 1000)
+        large = replace(CALL, media=[replace(item(1), data=bytes(1001))])
+        with pytest.raises(TooLarge, match="1000 of a call"):
+            await encode(channel, large)
+        assert len(encoder.calls) == 1
+        encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=ROWS))
+        with pytest.raises(TooLarge, match="1000 of a call"):
+            await channel.call("fetch", {"name": "x"})
+        encoder.gate.set()
+        assert (await other).answers, "the stream goes on"
 
 
-def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, server, channel):
-            encoder.gate.clear()
-            call = asyncio.create_task(encode(channel))
-            await encoder.began.wait()
-            stopping = asyncio.create_task(server.stop(SECONDS))
-            await asyncio.sleep(0.05)
-            with pytest.raises(Unavailable, match="stopping"):
-                await encode(channel)
-            channel.retire()  # the router hears that it is gone: the call goes on
-            assert not stopping.done()
-            encoder.gate.set()
-            assert len((await call).answers) == 2
-            await stopping
-            assert not Path(channel.endpoint.unix).parent.exists()
-
-    run(test)
+async def test_a_drained_replica_answers_what_it_has_and_takes_no_more(near: bool) -> None:
+    async with opened(near) as (encoder, server, channel):
+        encoder.gate.clear()
+        call = asyncio.create_task(encode(channel))
+        await encoder.began.wait()
+        stopping = asyncio.create_task(server.stop(SECONDS))
+        await asyncio.sleep(0.05)
+        with pytest.raises(Unavailable, match="stopping"):
+            await encode(channel)
+        channel.retire()  # the router hears that it is gone: the call goes on
+        assert not stopping.done()
+        encoder.gate.set()
+        assert len((await call).answers) == 2
+        await stopping
+        assert not Path(channel.endpoint.unix).parent.exists()
 
 
-def test_a_call_that_outlasts_the_drain_is_lost() -> None:
-    async def test() -> None:
-        async with opened() as (encoder, server, channel):
-            encoder.gate.clear()
-            call = asyncio.create_task(encode(channel))
-            await encoder.began.wait()
-            await server.stop(0.05)
-            with pytest.raises((ShardLost, Unavailable)):
-                await call
-            await encoder.ended.wait()
-
-    run(test)
+async def test_a_call_that_outlasts_the_drain_is_lost() -> None:
+    async with opened() as (encoder, server, channel):
+        encoder.gate.clear()
+        call = asyncio.create_task(encode(channel))
+        await encoder.began.wait()
+        await server.stop(0.05)
+        with pytest.raises((ShardLost, Unavailable)):
+            await call
+        await encoder.ended.wait()
 
 
-def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with opened() as (encoder, _, channel):
-            rows = SharedBytes(object(), 2 * INLINE_BYTES)
-            encoder.rows[item(2).digest] = rows
-            request = message_fields(CALL)
-            message, _ = await channel.call("encode", request)
-            assert take(None, [message.ticket, "unknown"]) == [[rows], None]
-            assert take(None, [message.ticket]) == [None]
-            monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
-            abandoned, _ = await channel.call("encode", request)
-            assert abandoned.ticket in TICKETS
-            await asyncio.sleep(0.1)
-            assert abandoned.ticket not in TICKETS, "nothing is held for a router that is gone"
-
-    run(test)
+async def test_rows_in_shared_memory_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened() as (encoder, _, channel):
+        rows = SharedBytes(object(), 2 * INLINE_BYTES)
+        encoder.rows[item(2).digest] = rows
+        request = message_fields(CALL)
+        message, _ = await channel.call("encode", request)
+        assert take(None, [message.ticket, "unknown"]) == [[rows], None]
+        assert take(None, [message.ticket]) == [None]
+        monkeypatch.setattr(rpc_server, "TICKET_SECONDS", 0.05)
+        abandoned, _ = await channel.call("encode", request)
+        assert abandoned.ticket in TICKETS
+        await asyncio.sleep(0.1)
+        assert abandoned.ticket not in TICKETS, "nothing is held for a router that is gone"
 
 
 @asynccontextmanager
@@ -522,140 +477,118 @@ async def lending() -> AsyncGenerator[tuple[MemoryEncoder, Lender, ReplicaChanne
 BORROWING = replace(CALL, borrower=os.getpid())
 
 
-def test_large_rows_are_lent_and_given_back() -> None:
-    async def test() -> None:
-        async with lending() as (encoder, lender, channel):
-            message, lent = await channel.call("encode", message_fields(BORROWING))
-            assert (message.ticket, len(lent), lender.loans) == ("", 1, 1)
-            small, large = reply_of(message, ReceivedRows(lent=lent)).answers
-            assert isinstance(small, Embedding)
-            assert isinstance(large, Embedding)
-            assert large.data is lent[0]
-            assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
-            assert not lent[0].flags.writeable
-            encoder.rows.clear()
-            assert lender.taken_bytes == 2 * INLINE_BYTES, "the router has them"
-            del large, lent
-            assert (lender.loans, lender.taken_bytes) == (0, 0)
-
-    run(test)
+async def test_large_rows_are_lent_and_given_back() -> None:
+    async with lending() as (encoder, lender, channel):
+        message, lent = await channel.call("encode", message_fields(BORROWING))
+        assert (message.ticket, len(lent), lender.loans) == ("", 1, 1)
+        small, large = reply_of(message, ReceivedRows(lent=lent)).answers
+        assert isinstance(small, Embedding)
+        assert isinstance(large, Embedding)
+        assert large.data is lent[0]
+        assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
+        assert not lent[0].flags.writeable
+        encoder.rows.clear()
+        assert lender.taken_bytes == 2 * INLINE_BYTES, "the router has them"
+        del large, lent
+        assert (lender.loans, lender.taken_bytes) == (0, 0)
 
 
-def test_rows_that_nobody_waits_for_are_given_back() -> None:
-    async def test() -> None:
-        async with lending() as (_, lender, channel):
-            request = message_fields(BORROWING)
-            for patience in range(40):
-                call = asyncio.create_task(channel.call("encode", request))
-                await asyncio.wait([call], timeout=patience / 10_000)
-                call.cancel()
-                await asyncio.wait([call])
-                del call
-            while lender.loans:
-                await asyncio.sleep(0.01)
-
-    run(test)
+async def test_rows_that_nobody_waits_for_are_given_back() -> None:
+    async with lending() as (_, lender, channel):
+        request = message_fields(BORROWING)
+        for patience in range(40):
+            call = asyncio.create_task(channel.call("encode", request))
+            await asyncio.wait([call], timeout=patience / 10_000)
+            call.cancel()
+            await asyncio.wait([call])
+            del call
+        while lender.loans:
+            await asyncio.sleep(0.01)
 
 
-def test_lent_rows_of_an_early_part_are_given_back_before_the_next() -> None:
-    async def test() -> None:
-        async with lending() as (encoder, lender, channel):
-            encoder.gate.clear()
-            heard = asyncio.Event()
+async def test_lent_rows_of_an_early_part_are_given_back_before_the_next() -> None:
+    async with lending() as (encoder, lender, channel):
+        encoder.gate.clear()
+        heard = asyncio.Event()
 
-            async def early(message: Any, lent: list[Bytes]) -> None:
-                if lent:
-                    heard.set()
+        async def early(message: Any, lent: list[Bytes]) -> None:
+            if lent:
+                heard.set()
 
-            request = message_fields(replace(BORROWING, early=True, media=[item(2), item(1)]))
-            call = asyncio.create_task(channel.call("encode", request, early=early))
-            encoder.parts.release()
-            await heard.wait()
-            while lender.loans:
-                await asyncio.sleep(0.01)
-            encoder.gate.set()
-            await call
-
-    run(test)
+        request = message_fields(replace(BORROWING, early=True, media=[item(2), item(1)]))
+        call = asyncio.create_task(channel.call("encode", request, early=early))
+        encoder.parts.release()
+        await heard.wait()
+        while lender.loans:
+            await asyncio.sleep(0.01)
+        encoder.gate.set()
+        await call
 
 
 @pytest.mark.parametrize("steps", range(12))
-def test_loans_that_the_router_never_hears_of_end_with_its_next_stream(steps: int) -> None:
+async def test_loans_that_the_router_never_hears_of_end_with_its_next_stream(steps: int) -> None:
     """Its stream breaks somewhere between the answer and its arrival."""
-
-    async def test() -> None:
-        async with lending() as (encoder, lender, channel):
-            request = message_fields(BORROWING)
-            encoder.gate.clear()
-            call = asyncio.create_task(channel.call("encode", request))
-            await encoder.began.wait()
-            encoder.gate.set()
-            for _ in range(steps):
-                await asyncio.sleep(0)
-            channel._streams[False]._reader.cancel()
-            await asyncio.wait([call])
-            del call
-            message, lent = await channel.call("encode", request)
-            assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
-            del message, lent
-            while lender.loans:
-                await asyncio.sleep(0.01)
-
-    run(test)
-
-
-def test_loans_of_an_answer_that_is_too_large_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with lending() as (encoder, lender, channel):
-            encoder.rows[item(1).digest] = np.zeros(INLINE_BYTES, np.uint8)
-            monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", INLINE_BYTES)
-            with pytest.raises(TooLarge):
-                await channel.call("encode", message_fields(BORROWING))
-            assert lender.loans == 0
-            del encoder.rows[item(1).digest]
-            assert (await channel.call("encode", message_fields(BORROWING)))[1]
-
-    run(test)
-
-
-def test_rows_are_not_lent_where_they_cannot_be_read() -> None:
-    async def test() -> None:
-        async with lending() as (_, lender, channel):
-            endpoint = channel.endpoint
-            assert endpoint.memory
-            assert Endpoint.of(endpoint.metadata) == endpoint
-            elsewhere = replace(endpoint, memory=replace(endpoint.memory, check="0" * 64))
-            assert ReplicaChannel(elsewhere, NODE, borrows=True).borrower is None
-            assert ReplicaChannel(endpoint, "another node", borrows=True).borrower is None
-            assert ReplicaChannel(endpoint, NODE).borrower is None
-            assert not lender.loans
-
-    run(test)
-
-
-def test_rows_can_be_read_until_the_last_call_has_ended() -> None:
-    async def test() -> None:
-        store = Dictionary()
-        name = store.keep(torch.ones(2, 4))
-        encoder = MemoryEncoder()
+    async with lending() as (encoder, lender, channel):
+        request = message_fields(BORROWING)
         encoder.gate.clear()
-        server = ReplicaServer(encoder, RowsServer(store))
-        endpoint = await server.start(NODE, "127.0.0.1", "actor")
-        channel = ReplicaChannel(endpoint, NODE)
-        calling = asyncio.create_task(encode(channel))
+        call = asyncio.create_task(channel.call("encode", request))
         await encoder.began.wait()
-        stopping = asyncio.create_task(server.stop(SECONDS))
-        await asyncio.sleep(0.1)
-        reader = await asyncio.to_thread(RowsReader.connect, endpoint.rows)
-        assert reader
-        assert reader.hold(name).shape == (2, 4)
-        reader.close()
         encoder.gate.set()
-        await calling
-        await stopping
-        assert RowsReader.connect(endpoint.rows) is None
+        for _ in range(steps):
+            await asyncio.sleep(0)
+        channel._streams[False]._reader.cancel()
+        await asyncio.wait([call])
+        del call
+        message, lent = await channel.call("encode", request)
+        assert lent[0].tobytes() == bytes(n % 251 for n in range(2 * INLINE_BYTES))
+        del message, lent
+        while lender.loans:
+            await asyncio.sleep(0.01)
 
-    run(test)
+
+async def test_loans_of_an_answer_that_is_too_large_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with lending() as (encoder, lender, channel):
+        encoder.rows[item(1).digest] = np.zeros(INLINE_BYTES, np.uint8)
+        monkeypatch.setattr(rpc_server, "MAX_MESSAGE_BYTES", INLINE_BYTES)
+        with pytest.raises(TooLarge):
+            await channel.call("encode", message_fields(BORROWING))
+        assert lender.loans == 0
+        del encoder.rows[item(1).digest]
+        assert (await channel.call("encode", message_fields(BORROWING)))[1]
+
+
+async def test_rows_are_not_lent_where_they_cannot_be_read() -> None:
+    async with lending() as (_, lender, channel):
+        endpoint = channel.endpoint
+        assert endpoint.memory
+        assert Endpoint.of(endpoint.metadata) == endpoint
+        elsewhere = replace(endpoint, memory=replace(endpoint.memory, check="0" * 64))
+        assert ReplicaChannel(elsewhere, NODE, borrows=True).borrower is None
+        assert ReplicaChannel(endpoint, "another node", borrows=True).borrower is None
+        assert ReplicaChannel(endpoint, NODE).borrower is None
+        assert not lender.loans
+
+
+async def test_rows_can_be_read_until_the_last_call_has_ended() -> None:
+    store = Dictionary()
+    name = store.keep(torch.ones(2, 4))
+    encoder = MemoryEncoder()
+    encoder.gate.clear()
+    server = ReplicaServer(encoder, RowsServer(store))
+    endpoint = await server.start(NODE, "127.0.0.1", "actor")
+    channel = ReplicaChannel(endpoint, NODE)
+    calling = asyncio.create_task(encode(channel))
+    await encoder.began.wait()
+    stopping = asyncio.create_task(server.stop(SECONDS))
+    await asyncio.sleep(0.1)
+    reader = await asyncio.to_thread(RowsReader.connect, endpoint.rows)
+    assert reader
+    assert reader.hold(name).shape == (2, 4)
+    reader.close()
+    encoder.gate.set()
+    await calling
+    await stopping
+    assert RowsReader.connect(endpoint.rows) is None
 
 
 CHILD = """
@@ -693,146 +626,125 @@ async def child(kind: str) -> AsyncGenerator[tuple[asyncio.subprocess.Process, E
         await process.wait()
 
 
-def test_a_killed_replica_is_told_from_one_that_was_dead_before(near: bool) -> None:
-    async def test() -> None:
-        async with asyncio.timeout(60), child("held") as (process, endpoint):
-            channel = ReplicaChannel(endpoint, NODE if near else "")
-            call = asyncio.create_task(encode(channel))
-            assert process.stdout
-            assert await process.stdout.readline() == b"began\n"
-            process.kill()
-            with pytest.raises(ReplicaDied):
-                await call
-            with pytest.raises(ReplicaUnreachable):
-                await encode(channel)
-            channel.retire()
-
-    run(test)
-
-
-def test_a_replica_that_hangs_answers_again_when_it_goes_on(near: bool) -> None:
-    async def test() -> None:
-        async with asyncio.timeout(60), child("well") as (process, endpoint):
-            channel = ReplicaChannel(endpoint, NODE if near else "")
+async def test_a_killed_replica_is_told_from_one_that_was_dead_before(near: bool) -> None:
+    async with asyncio.timeout(60), child("held") as (process, endpoint):
+        channel = ReplicaChannel(endpoint, NODE if near else "")
+        call = asyncio.create_task(encode(channel))
+        assert process.stdout
+        assert await process.stdout.readline() == b"began\n"
+        process.kill()
+        with pytest.raises(ReplicaDied):
+            await call
+        with pytest.raises(ReplicaUnreachable):
             await encode(channel)
-            os.kill(process.pid, signal.SIGSTOP)
+        channel.retire()
+
+
+async def test_a_replica_that_hangs_answers_again_when_it_goes_on(near: bool) -> None:
+    async with asyncio.timeout(60), child("well") as (process, endpoint):
+        channel = ReplicaChannel(endpoint, NODE if near else "")
+        await encode(channel)
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(DeadlineExceeded):
+            await encode(channel, seconds=0.3)
+        os.kill(process.pid, signal.SIGCONT)
+        assert len((await encode(channel)).answers) == 2
+        channel.retire()
+
+
+async def test_a_channel_that_broke_is_opened_again() -> None:
+    async with asyncio.timeout(60), child("well") as (_, endpoint):
+        open_: list[asyncio.StreamWriter] = []
+
+        async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            host, port = endpoint.tcp.split(":")
+            there, back = await asyncio.open_connection(host, port)
+            open_.extend([writer, back])
+
+            async def copy(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
+                with suppress(ConnectionError):
+                    while data := await one.read(65536):
+                        other.write(data)
+
+            await asyncio.gather(copy(reader, back), copy(there, writer))
+
+        proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
+        port = proxy.sockets[0].getsockname()[1]
+        channel = ReplicaChannel(replace(endpoint, tcp=f"127.0.0.1:{port}"), "")
+        await encode(channel)
+        for writer in open_:
+            writer.transport.abort()
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    await encode(channel)
+                    break
+                except ShardLost:
+                    await asyncio.sleep(0.05)
+        channel.retire()
+        proxy.close()
+        for writer in open_:
+            writer.transport.abort()
+        await asyncio.sleep(0.05)
+
+
+async def test_a_health_check_does_not_wait_for_a_large_call(near: bool) -> None:
+    async with opened(near) as (_, _, channel):
+        for _ in range(2):  # the second time over streams that are open
+            call = asyncio.create_task(encode(channel, LARGE_CALL))
+            await asyncio.sleep(0.01)
+            await channel.call("check", {})
+            assert not call.done()
+            await call
+
+
+async def test_calls_that_nobody_waits_for_are_not_kept_for_a_replica_that_hangs() -> None:
+    async with asyncio.timeout(60), child("well") as (process, endpoint):
+        channel = ReplicaChannel(endpoint, NODE)
+        await encode(channel)
+        os.kill(process.pid, signal.SIGSTOP)
+        tracemalloc.start()
+        for _ in range(6):
             with pytest.raises(DeadlineExceeded):
-                await encode(channel, seconds=0.3)
-            os.kill(process.pid, signal.SIGCONT)
-            assert len((await encode(channel)).answers) == 2
-            channel.retire()
-
-    run(test)
-
-
-def test_a_channel_that_broke_is_opened_again() -> None:
-    async def test() -> None:
-        async with asyncio.timeout(60), child("well") as (_, endpoint):
-            open_: list[asyncio.StreamWriter] = []
-
-            async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-                host, port = endpoint.tcp.split(":")
-                there, back = await asyncio.open_connection(host, port)
-                open_.extend([writer, back])
-
-                async def copy(one: asyncio.StreamReader, other: asyncio.StreamWriter) -> None:
-                    with suppress(ConnectionError):
-                        while data := await one.read(65536):
-                            other.write(data)
-
-                await asyncio.gather(copy(reader, back), copy(there, writer))
-
-            proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
-            port = proxy.sockets[0].getsockname()[1]
-            channel = ReplicaChannel(replace(endpoint, tcp=f"127.0.0.1:{port}"), "")
-            await encode(channel)
-            for writer in open_:
-                writer.transport.abort()
-            async with asyncio.timeout(20):
-                while True:
-                    try:
-                        await encode(channel)
-                        break
-                    except ShardLost:
-                        await asyncio.sleep(0.05)
-            channel.retire()
-            proxy.close()
-            for writer in open_:
-                writer.transport.abort()
-            await asyncio.sleep(0.05)
-
-    run(test)
+                await encode(channel, LARGE_CALL, seconds=0.1)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held_bytes < 3 * LARGE_BYTES, "the one that is being sent, and perhaps the last"
+        channel.retire()
 
 
-def test_a_health_check_does_not_wait_for_a_large_call(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (_, _, channel):
-            for _ in range(2):  # the second time over streams that are open
-                call = asyncio.create_task(encode(channel, LARGE_CALL))
-                await asyncio.sleep(0.01)
-                await channel.call("check", {})
-                assert not call.done()
-                await call
-
-    run(test)
-
-
-def test_calls_that_nobody_waits_for_are_not_kept_for_a_replica_that_hangs() -> None:
-    async def test() -> None:
-        async with asyncio.timeout(60), child("well") as (process, endpoint):
-            channel = ReplicaChannel(endpoint, NODE)
-            await encode(channel)
-            os.kill(process.pid, signal.SIGSTOP)
-            tracemalloc.start()
-            for _ in range(6):
-                with pytest.raises(DeadlineExceeded):
-                    await encode(channel, LARGE_CALL, seconds=0.1)
-            held_bytes, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert held_bytes < 3 * LARGE_BYTES, "the one that is being sent, and perhaps the last"
-            channel.retire()
-
-    run(test)
+async def test_a_call_that_was_never_sent_has_not_begun() -> None:
+    async with asyncio.timeout(60), child("well") as (process, endpoint):
+        channel = ReplicaChannel(endpoint, NODE)
+        await encode(channel)
+        os.kill(process.pid, signal.SIGSTOP)
+        first = asyncio.create_task(encode(channel, LARGE_CALL))
+        second = asyncio.create_task(encode(channel))
+        await asyncio.sleep(0.2)
+        process.kill()
+        with pytest.raises(ReplicaUnreachable):
+            await second
+        with pytest.raises(ShardLost) as lost:
+            await first
+        assert type(lost.value) is not ReplicaUnreachable
+        channel.retire()
 
 
-def test_a_call_that_was_never_sent_has_not_begun() -> None:
-    async def test() -> None:
-        async with asyncio.timeout(60), child("well") as (process, endpoint):
-            channel = ReplicaChannel(endpoint, NODE)
-            await encode(channel)
-            os.kill(process.pid, signal.SIGSTOP)
-            first = asyncio.create_task(encode(channel, LARGE_CALL))
-            second = asyncio.create_task(encode(channel))
-            await asyncio.sleep(0.2)
-            process.kill()
-            with pytest.raises(ReplicaUnreachable):
-                await second
-            with pytest.raises(ShardLost) as lost:
-                await first
-            assert type(lost.value) is not ReplicaUnreachable
-            channel.retire()
-
-    run(test)
-
-
-def test_large_messages_are_not_kept_after_they_were_answered(near: bool) -> None:
-    async def test() -> None:
-        async with opened(near) as (encoder, _, channel):
-            await encode(channel)
-            tracemalloc.start()
-            await encode(channel, LARGE_CALL)
-            encoder.calls.clear()
-            data = np.zeros(LARGE_BYTES, np.uint8)
-            encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=data))
-            await channel.call("fetch", {"name": "x"})
-            encoder.kept.clear()
-            del data
-            await asyncio.sleep(0.1)
-            held_bytes, _ = tracemalloc.get_traced_memory()
-            tracemalloc.stop()
-            assert held_bytes < LARGE_BYTES / 2
-
-    run(test)
+async def test_large_messages_are_not_kept_after_they_were_answered(near: bool) -> None:
+    async with opened(near) as (encoder, _, channel):
+        await encode(channel)
+        tracemalloc.start()
+        await encode(channel, LARGE_CALL)
+        encoder.calls.clear()
+        data = np.zeros(LARGE_BYTES, np.uint8)
+        encoder.kept["x"] = Kept.of(item(1), replace(embedding(item(1), "a"), data=data))
+        await channel.call("fetch", {"name": "x"})
+        encoder.kept.clear()
+        del data
+        await asyncio.sleep(0.1)
+        held_bytes, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert held_bytes < LARGE_BYTES / 2
 
 
 def test_answers_that_cannot_be_read_end_the_calls() -> None:
@@ -855,7 +767,7 @@ def test_answers_that_cannot_be_read_end_the_calls() -> None:
         channel.retire()
         await server.stop(0)
 
-    run(test)
+    asyncio.run(test())
 
 
 def test_sockets_of_replicas_that_were_killed_are_removed(
@@ -878,7 +790,7 @@ def test_sockets_of_replicas_that_were_killed_are_removed(
             assert alive.exists()
             assert not dead.parent.exists()
 
-    run(test)
+    asyncio.run(test())
 
 
 def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -888,15 +800,12 @@ def test_a_long_temporary_directory_is_not_used(monkeypatch: pytest.MonkeyPatch)
     directory.rmdir()
 
 
-def test_inline_rows_are_read_only() -> None:
-    async def test() -> None:
-        async with opened() as (_, _, channel):
-            first, _ = (await encode(channel)).answers
-            data: Any = first.data  # type: ignore[union-attr]
-            assert isinstance(data, np.ndarray)
-            assert not data.flags.writeable
-
-    run(test)
+async def test_inline_rows_are_read_only() -> None:
+    async with opened() as (_, _, channel):
+        first, _ = (await encode(channel)).answers
+        data: Any = first.data  # type: ignore[union-attr]
+        assert isinstance(data, np.ndarray)
+        assert not data.flags.writeable
 
 
 def test_the_end_of_a_drain_is_no_death() -> None:

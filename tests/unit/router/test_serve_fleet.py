@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from typing import Any
@@ -101,10 +101,6 @@ async def served(
         await server.stop(SECONDS)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(test)
-
-
 def test_of_equal_devices_the_fastest_measurement_counts() -> None:
     """The others were measured while something else ran on their device."""
 
@@ -168,102 +164,90 @@ def test_the_replicas_of_all_pools_are_one_fleet() -> None:
         del PUBLISHED["fleet", "Encoder-big"]
         assert list(fleet.reports()) == ["small"]
 
-    run(test())
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(("node", "where"), [(NODE, "local"), ("another", "remote")])
-def test_bytes_are_counted_by_where_the_replica_is(
+async def test_bytes_are_counted_by_where_the_replica_is(
     monkeypatch: pytest.MonkeyPatch, node: str, where: str
 ) -> None:
-    async def test() -> None:
-        async with served(monkeypatch, node) as (encoder, _, fleet):
-            encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
-            await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
-            encoder.kept["x"] = Kept.of(item(3), embedding(item(3), "a"))
-            await fleet.fetch("a.x")
-            counted = {
-                tuple(sample.labels.values()): sample.value
-                for sample in next(iter(fleet._metrics.bytes.collect())).samples
-                if sample.name.endswith("_total")
-            }
-            rows = 32 + 2**21 + 32  # digests by value, twice
-            assert counted == {("items", where): 2 * len(b"item 1"), ("rows", where): rows}
-
-    run(test())
+    async with served(monkeypatch, node) as (encoder, _, fleet):
+        encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
+        await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
+        encoder.kept["x"] = Kept.of(item(3), embedding(item(3), "a"))
+        await fleet.fetch("a.x")
+        counted = {
+            tuple(sample.labels.values()): sample.value
+            for sample in next(iter(fleet._metrics.bytes.collect())).samples
+            if sample.name.endswith("_total")
+        }
+        rows = 32 + 2**21 + 32  # digests by value, twice
+        assert counted == {("items", where): 2 * len(b"item 1"), ("rows", where): rows}
 
 
-def test_small_rows_come_with_the_answer_and_large_ones_are_taken(
+async def test_small_rows_come_with_the_answer_and_large_ones_are_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, handle, fleet):
-            reply = await fleet.encode("a", [item(1)], "bfloat16", 5)
-            assert right([item(1)], reply.answers)
-            assert not handle.batches
-            rows = SharedBytes(object(), 2**21)
-            encoder.rows[item(2).digest] = rows
-            reply = await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
-            assert right([item(1)], reply.answers[:1])
-            assert isinstance(reply.answers[1], Embedding)
-            assert reply.answers[1].data is rows
-            encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
-            assert (await fleet.fetch("a.x")).embedding.data is rows
-
-    run(test())
+    async with served(monkeypatch) as (encoder, handle, fleet):
+        reply = await fleet.encode("a", [item(1)], "bfloat16", 5)
+        assert right([item(1)], reply.answers)
+        assert not handle.batches
+        rows = SharedBytes(object(), 2**21)
+        encoder.rows[item(2).digest] = rows
+        reply = await fleet.encode("a", [item(1), item(2)], "bfloat16", 5)
+        assert right([item(1)], reply.answers[:1])
+        assert isinstance(reply.answers[1], Embedding)
+        assert reply.answers[1].data is rows
+        encoder.kept["x"] = Kept.of(item(2), replace(embedding(item(2), "a"), data=rows))
+        assert (await fleet.fetch("a.x")).embedding.data is rows
 
 
-def test_large_rows_of_early_answers_are_taken_before_they_are_heard_of(
+async def test_large_rows_of_early_answers_are_taken_before_they_are_heard_of(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, handle, fleet):
-            media = [item(number) for number in range(3)]
-            rows = [SharedBytes(object(), 2**21) for _ in media]
-            encoder.rows = {one.digest: data for one, data in zip(media, rows, strict=True)}
-            for _ in media:
-                encoder.parts.release()
-            found: dict[int, Any] = {}
+    async with served(monkeypatch) as (encoder, handle, fleet):
+        media = [item(number) for number in range(3)]
+        rows = [SharedBytes(object(), 2**21) for _ in media]
+        encoder.rows = {one.digest: data for one, data in zip(media, rows, strict=True)}
+        for _ in media:
+            encoder.parts.release()
+        found: dict[int, Any] = {}
 
-            def early(reply: Reply) -> None:
-                found.update(zip(reply.places, reply.answers, strict=True))
+        def early(reply: Reply) -> None:
+            found.update(zip(reply.places, reply.answers, strict=True))
 
-            last = await fleet.encode("a", media, "bfloat16", 10, early=early)
-            early(last)
-            assert list(found) == [0, 1, 2]
-            assert [one.data for one in found.values()] == rows
-            assert sum(map(len, handle.batches)) == 3
-
-    run(test())
+        last = await fleet.encode("a", media, "bfloat16", 10, early=early)
+        early(last)
+        assert list(found) == [0, 1, 2]
+        assert [one.data for one in found.values()] == rows
+        assert sum(map(len, handle.batches)) == 3
 
 
-def test_tickets_that_come_during_a_hand_over_are_taken_together(
+async def test_tickets_that_come_during_a_hand_over_are_taken_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, handle, fleet):
-            media = [item(number) for number in range(5)]
-            for one in media:
-                encoder.rows[one.digest] = SharedBytes(one.digest, 2**21)
-            handle.gate.clear()
-            first, *others = [
-                asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
-            ]
-            while True:
-                taken = sum(map(len, handle.batches))
-                if taken and taken + len(fleet._connections["a"][1]._waiting) == len(media):
-                    break
-                await asyncio.sleep(0.01)
-            others[0].cancel()
-            handle.gate.set()
-            for one, call in zip(media[2:], others[1:], strict=True):
-                (answer,) = (await call).answers
-                assert isinstance(answer, Embedding)
-                assert answer.data is encoder.rows[one.digest]
-            await first
-            assert sum(map(len, handle.batches)) == len(media)
-            assert len(handle.batches) <= 2  # what came after the first call went with the second
-
-    run(test())
+    async with served(monkeypatch) as (encoder, handle, fleet):
+        media = [item(number) for number in range(5)]
+        for one in media:
+            encoder.rows[one.digest] = SharedBytes(one.digest, 2**21)
+        handle.gate.clear()
+        first, *others = [
+            asyncio.create_task(fleet.encode("a", [one], "bfloat16", 5)) for one in media
+        ]
+        while True:
+            taken = sum(map(len, handle.batches))
+            if taken and taken + len(fleet._connections["a"][1]._waiting) == len(media):
+                break
+            await asyncio.sleep(0.01)
+        others[0].cancel()
+        handle.gate.set()
+        for one, call in zip(media[2:], others[1:], strict=True):
+            (answer,) = (await call).answers
+            assert isinstance(answer, Embedding)
+            assert answer.data is encoder.rows[one.digest]
+        await first
+        assert sum(map(len, handle.batches)) == len(media)
+        assert len(handle.batches) <= 2  # what came after the first call went with the second
 
 
 @pytest.mark.parametrize(
@@ -271,69 +255,57 @@ def test_tickets_that_come_during_a_hand_over_are_taken_together(
     [ActorDiedError(), PinnedReplicaUnavailable("gone"), ActorUnavailableError("x", b"x" * 16)],
     ids=lambda failure: type(failure).__name__,
 )
-def test_rows_that_cannot_be_taken_are_lost(
+async def test_rows_that_cannot_be_taken_are_lost(
     failure: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, handle, fleet):
-            encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
-            handle.failures = [failure]
-            with pytest.raises(ShardLost, match="rows"):
-                await fleet.encode("a", [item(2)], "bfloat16", 5)
+    async with served(monkeypatch) as (encoder, handle, fleet):
+        encoder.rows[item(2).digest] = SharedBytes(object(), 2**21)
+        handle.failures = [failure]
+        with pytest.raises(ShardLost, match="rows"):
             await fleet.encode("a", [item(2)], "bfloat16", 5)
-            handle.expired = True
-            with pytest.raises(ShardLost, match="not taken in time"):
-                await fleet.encode("a", [item(2)], "bfloat16", 5)
-
-    run(test())
-
-
-def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, _, fleet):
-            for name in "xy":
-                encoder.kept[name] = Kept.of(item(1), embedding(item(1), "a"))
-            found = await fleet.fetch("a.x")
-            assert found.media.digest == item(1).digest
-            assert found.media.data == b""
-            await fleet.release("a.y")
-            for reference in ("a.y", "a.z", "c.x", "nonsense", ""):
-                with pytest.raises(NotFound):
-                    await fleet.fetch(reference)
-                with pytest.raises(NotFound):
-                    await fleet.release(reference)
-
-    run(test())
+        await fleet.encode("a", [item(2)], "bfloat16", 5)
+        handle.expired = True
+        with pytest.raises(ShardLost, match="not taken in time"):
+            await fleet.encode("a", [item(2)], "bfloat16", 5)
 
 
-def test_where_rows_of_an_id_are_served_is_what_its_replica_said() -> None:
-    async def test() -> None:
-        there = replace(NOWHERE, rows_unix="/rows", rows_tcp="10.0.0.1:9")
-        PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, there), "b": Replica({}, 7, NOWHERE)}
-        fleet = ServeFleet([Handle()], None)
-        assert fleet.rows_place("a.x") == RowsPlace("/rows", "10.0.0.1:9")
-        for reference in ("b.x", "c.x", ""):
+async def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (encoder, _, fleet):
+        for name in "xy":
+            encoder.kept[name] = Kept.of(item(1), embedding(item(1), "a"))
+        found = await fleet.fetch("a.x")
+        assert found.media.digest == item(1).digest
+        assert found.media.data == b""
+        await fleet.release("a.y")
+        for reference in ("a.y", "a.z", "c.x", "nonsense", ""):
             with pytest.raises(NotFound):
-                fleet.rows_place(reference)
+                await fleet.fetch(reference)
+            with pytest.raises(NotFound):
+                await fleet.release(reference)
 
-    run(test())
 
-
-def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
-    async def test() -> None:
-        PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, NOWHERE) for name in "ab"}
-        fleet = ServeFleet([Handle()], None)
-        with pytest.raises(Unavailable, match="cannot be reached"):  # still listed: perhaps later
-            await fleet.fetch("b.x")
-        PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, NOWHERE)}
+async def test_where_rows_of_an_id_are_served_is_what_its_replica_said() -> None:
+    there = replace(NOWHERE, rows_unix="/rows", rows_tcp="10.0.0.1:9")
+    PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, there), "b": Replica({}, 7, NOWHERE)}
+    fleet = ServeFleet([Handle()], None)
+    assert fleet.rows_place("a.x") == RowsPlace("/rows", "10.0.0.1:9")
+    for reference in ("b.x", "c.x", ""):
         with pytest.raises(NotFound):
-            await fleet.fetch("b.x")
-        PUBLISHED[DEPLOYMENT] = {}
-        with pytest.raises(Unavailable, match="known here yet"):  # a router that has just started
-            await fleet.release("b.x")
-        await asyncio.sleep(0)
+            fleet.rows_place(reference)
 
-    run(test())
+
+async def test_a_replica_that_is_lost_takes_what_it_kept_along() -> None:
+    PUBLISHED[DEPLOYMENT] = {name: Replica({}, 7, NOWHERE) for name in "ab"}
+    fleet = ServeFleet([Handle()], None)
+    with pytest.raises(Unavailable, match="cannot be reached"):  # still listed: perhaps later
+        await fleet.fetch("b.x")
+    PUBLISHED[DEPLOYMENT] = {"a": Replica({}, 7, NOWHERE)}
+    with pytest.raises(NotFound):
+        await fleet.fetch("b.x")
+    PUBLISHED[DEPLOYMENT] = {}
+    with pytest.raises(Unavailable, match="known here yet"):  # a router that has just started
+        await fleet.release("b.x")
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("large", [False, True])
@@ -361,47 +333,37 @@ def test_a_keeper_that_never_answers_is_not_waited_for(
                         await fleet.release("a.x")
             handle.gate.set()
 
-    run(test())
+    asyncio.run(test())
 
 
-def test_an_error_of_the_replica_is_not_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test() -> None:
-        async with served(monkeypatch) as (encoder, handle, fleet):
-            encoder.failure = InvalidMedia("x")
-            with pytest.raises(InvalidMedia):
-                await fleet.encode("a", [item(1)], "bfloat16", 5)
-            with pytest.raises(InvalidMedia):
-                await fleet.check("a")
-            encoder.failure = None
-            await fleet.check("a")
-            assert not handle.checked
-
-    run(test())
-
-
-def test_replicas_may_be_asked_for_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve scrapes a router in a thread, and a channel is closed in the event loop."""
-
-    async def test() -> None:
-        async with served(monkeypatch) as (_, _, fleet):
+async def test_an_error_of_the_replica_is_not_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(monkeypatch) as (encoder, handle, fleet):
+        encoder.failure = InvalidMedia("x")
+        with pytest.raises(InvalidMedia):
             await fleet.encode("a", [item(1)], "bfloat16", 5)
-            channel, _ = fleet._connections["a"]
-            PUBLISHED[DEPLOYMENT] = {}
-            assert await asyncio.to_thread(fleet.replicas) == {}
-            assert fleet.reports() == {}
-            assert not fleet._connections
-            assert channel._closing
-            await channel._closing
-
-    run(test())
+        with pytest.raises(InvalidMedia):
+            await fleet.check("a")
+        encoder.failure = None
+        await fleet.check("a")
+        assert not handle.checked
 
 
-def test_a_replica_that_is_gone_is_unreachable() -> None:
-    async def test() -> None:
-        with pytest.raises(ReplicaUnreachable, match="gone"):
-            await ServeFleet([Handle()], None).encode("z", [item(1)], "bfloat16", 5)
+async def test_replicas_may_be_asked_for_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve scrapes a router in a thread, and a channel is closed in the event loop."""
+    async with served(monkeypatch) as (_, _, fleet):
+        await fleet.encode("a", [item(1)], "bfloat16", 5)
+        channel, _ = fleet._connections["a"]
+        PUBLISHED[DEPLOYMENT] = {}
+        assert await asyncio.to_thread(fleet.replicas) == {}
+        assert fleet.reports() == {}
+        assert not fleet._connections
+        assert channel._closing
+        await channel._closing
 
-    run(test())
+
+async def test_a_replica_that_is_gone_is_unreachable() -> None:
+    with pytest.raises(ReplicaUnreachable, match="gone"):
+        await ServeFleet([Handle()], None).encode("z", [item(1)], "bfloat16", 5)
 
 
 @pytest.mark.parametrize(
@@ -414,22 +376,19 @@ def test_a_replica_that_is_gone_is_unreachable() -> None:
     ],
     ids=["well", "sick", "well again", "dead"],
 )
-def test_serve_is_asked_about_a_replica_that_is_unreachable(
+async def test_serve_is_asked_about_a_replica_that_is_unreachable(
     failures: list[Exception], asked: int
 ) -> None:
-    async def test() -> None:
-        handle = Handle()
-        handle.failures = list(failures)
-        fleet = ServeFleet([handle], None)
-        for _ in range(2):  # once for all calls that fail meanwhile
-            with pytest.raises(ReplicaUnreachable):
-                await fleet.encode("a", [item(1)], "bfloat16", 5)
-        async with asyncio.timeout(SECONDS):
-            while fleet._confirming:
-                await asyncio.sleep(0.01)
-        assert handle.checked in {asked, 2 * asked if asked == 1 else asked}
-        PUBLISHED[DEPLOYMENT] = {}
-        fleet.reports()
-        await asyncio.sleep(0)
-
-    run(test())
+    handle = Handle()
+    handle.failures = list(failures)
+    fleet = ServeFleet([handle], None)
+    for _ in range(2):  # once for all calls that fail meanwhile
+        with pytest.raises(ReplicaUnreachable):
+            await fleet.encode("a", [item(1)], "bfloat16", 5)
+    async with asyncio.timeout(SECONDS):
+        while fleet._confirming:
+            await asyncio.sleep(0.01)
+    assert handle.checked in {asked, 2 * asked if asked == 1 else asked}
+    PUBLISHED[DEPLOYMENT] = {}
+    fleet.reports()
+    await asyncio.sleep(0)

@@ -66,27 +66,24 @@ def put(cache: SharedCache, key: Key = KEY, embedding: Embedding = MADE) -> None
     cache._writers.shutdown()
 
 
-def test_another_process_finds_what_one_wrote(url: str) -> None:
-    async def run() -> None:
-        options = SharedCacheOptions(url=url)
-        first, second = opened(open_store(options)), opened(open_store(options))
-        assert await first.get(KEY, 6) is None
-        put(first)
-        found = await second.get(KEY, 6)
-        assert found is not None
-        assert (found.source, found.timings.encode_seconds) == ("cache", 0)
-        assert bytes(found.data) == bytes(MADE.data)  # type: ignore[arg-type]
-        same = ("dtype", "shape", "grid_thw", "frame_tokens", "kept_rows")
-        assert [getattr(found, one) for one in same] == [getattr(MADE, one) for one in same]
-        assert await second.get((*KEY, "evs 0.5"), 6) is None
-        assert await second.get(KEY, 5) is None, "as many rows as the item must have"
-        assert (sample(second, "hits_total"), sample(second, "misses_total")) == (1, 2)
-        assert await opened(open_store(options), "other weights").get(KEY, 6) is None
-        for cache in (first, second):
-            assert sample(cache, "failures_total", operation="read") == 0
-            cache.close()
-
-    asyncio.run(run())
+async def test_another_process_finds_what_one_wrote(url: str) -> None:
+    options = SharedCacheOptions(url=url)
+    first, second = opened(open_store(options)), opened(open_store(options))
+    assert await first.get(KEY, 6) is None
+    put(first)
+    found = await second.get(KEY, 6)
+    assert found is not None
+    assert (found.source, found.timings.encode_seconds) == ("cache", 0)
+    assert bytes(found.data) == bytes(MADE.data)  # type: ignore[arg-type]
+    same = ("dtype", "shape", "grid_thw", "frame_tokens", "kept_rows")
+    assert [getattr(found, one) for one in same] == [getattr(MADE, one) for one in same]
+    assert await second.get((*KEY, "evs 0.5"), 6) is None
+    assert await second.get(KEY, 5) is None, "as many rows as the item must have"
+    assert (sample(second, "hits_total"), sample(second, "misses_total")) == (1, 2)
+    assert await opened(open_store(options), "other weights").get(KEY, 6) is None
+    for cache in (first, second):
+        assert sample(cache, "failures_total", operation="read") == 0
+        cache.close()
 
 
 def test_any_damage_is_seen() -> None:
@@ -104,20 +101,17 @@ def test_any_damage_is_seen() -> None:
         unpacked(value, "weights", (*KEY, "evs 0.5"))
 
 
-def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
-    async def run() -> None:
-        cache = opened(LocalFolder(tmp_path, 10**6))
-        put(cache)
-        (path,) = tmp_path.glob("*/*")
-        path.write_bytes(path.read_bytes()[:-1])
-        assert await cache.get(KEY, 6) is None
-        assert sample(cache, "failures_total", operation="read") == 1
-        put(other := opened(LocalFolder(tmp_path, 10**6)))
-        assert await cache.get(KEY, 6) is not None, "written anew"
-        other.close()
-        cache.close()
-
-    asyncio.run(run())
+async def test_a_damaged_entry_is_a_miss_that_pauses_nothing(tmp_path: Path) -> None:
+    cache = opened(LocalFolder(tmp_path, 10**6))
+    put(cache)
+    (path,) = tmp_path.glob("*/*")
+    path.write_bytes(path.read_bytes()[:-1])
+    assert await cache.get(KEY, 6) is None
+    assert sample(cache, "failures_total", operation="read") == 1
+    put(other := opened(LocalFolder(tmp_path, 10**6)))
+    assert await cache.get(KEY, 6) is not None, "written anew"
+    other.close()
+    cache.close()
 
 
 def test_only_its_owner_reads_a_folder_that_a_replica_makes(tmp_path: Path) -> None:
