@@ -10,15 +10,8 @@ import numpy as np
 import pytest
 from ray.serve.handle import DeploymentHandle
 
-from actors.allocator import groups
 from actors.errors import EmbeddingLost
-from actors.store.shared_memory import (
-    INLINE_BYTES,
-    MOST_TOGETHER_BYTES,
-    here,
-    read,
-    share_together,
-)
+from actors.store.shared_memory import INLINE_BYTES, here, read, share_together
 from actors.store.writer import tensor
 from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
@@ -63,19 +56,6 @@ def test_rows_that_are_shared_together_are_one_object_and_each_is_its_own(cluste
     pairs = share_together(arrays, arrays[2].nbytes + arrays[3].nbytes)
     assert len({one.object_ref for one in pairs if isinstance(one, SharedBytes)}) == 2
     assert share_together(arrays[:1])[0] is arrays[0], "few bytes stay where they are"
-
-
-def test_objects_are_bounded() -> None:
-    third = MOST_TOGETHER_BYTES // 3
-    assert groups(
-        [third, third, third, third, 2 * MOST_TOGETHER_BYTES, 5, 0], MOST_TOGETHER_BYTES
-    ) == [
-        [0, 1, 2],
-        [3],
-        [4],
-        [5, 6],
-    ]
-    assert groups([], MOST_TOGETHER_BYTES) == []
 
 
 def test_small_ones_travel_by_value(router: DeploymentHandle) -> None:
