@@ -41,9 +41,9 @@ from tests.chaos.nodes import NODE_KILLED, TwoNodes
 from tests.processes import Clocks, command, family, status
 from tests.serve.nodes import Node, nodes
 from tests.serve.object_store import used
-from tests.serve.stand_in import within
 from tests.serve.three_nodes import IMAGES, options
 from tests.soak_service import MOST_GROWTH, growth, private_bytes
+from tests.waiting import within
 
 MINUTE = 60.0
 BEFORE_SECONDS = 10.0

@@ -36,8 +36,8 @@ from tests.chaos.sources import Source, sources
 from tests.serve import three_nodes
 from tests.serve.nodes import node_of
 from tests.serve.object_store import used
-from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
+from tests.waiting import within
 
 RECOVERY_SECONDS = 180.0
 """The longest that a recovery may take."""

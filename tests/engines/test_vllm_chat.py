@@ -9,8 +9,7 @@ import json
 import os
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -40,6 +39,7 @@ from tests.engines.test_vllm import FILES, PYTHON, TOWER, answer, ask, assert_sa
 from tests.images import jpeg
 from tests.processes import status
 from tests.serve.chats import actors, count, read_events
+from tests.waiting import within
 
 pytestmark = [
     pytest.mark.engine,
@@ -127,13 +127,6 @@ def whole(ours: Ours) -> Iterator[str]:
     tools = {"enable_auto_tool_choice": None, "tool_call_parser": "hermes"}
     with vllm(PYTHON, ours.folder, "whole", limit_mm_per_prompt=TOWER, **tools) as url:
         yield url
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 @pytest.mark.parametrize("files", sorted(FILES))

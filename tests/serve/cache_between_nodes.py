@@ -27,8 +27,8 @@ from tests.chaos.faults import replicas
 from tests.images import jpeg
 from tests.serve.head_restart import redis_server
 from tests.serve.nodes import Node, node_of, nodes
-from tests.serve.stand_in import within
 from tests.serve.three_nodes import options, ready
+from tests.waiting import within
 
 READ_BEFORE, READ_AFTER = [jpeg(64, 64), jpeg(256, 256)], [jpeg(96, 96), jpeg(224, 256)]
 """Read by the other node before and after the first one is lost. One of each has rows over a

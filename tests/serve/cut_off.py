@@ -25,8 +25,8 @@ from encoder_service.config import ServiceOptions, parse
 from tests.images import jpeg
 from tests.processes import actors, family
 from tests.serve.nodes import STORE_BYTES, node_of
-from tests.serve.stand_in import within
 from tests.serve.wide import wide
+from tests.waiting import within
 
 HERE, THERE = "10.77.0.1", "10.77.0.2"
 IMAGES = [jpeg(side, 96 + place) for side in (64, 256) for place in range(8)]

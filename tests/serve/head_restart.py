@@ -30,9 +30,9 @@ from tests.chaos.faults import replicas
 from tests.chaos.sources import from_outside
 from tests.processes import process
 from tests.serve.nodes import Node, connect, nodes
-from tests.serve.stand_in import within
 from tests.serve.test_manifests import deploy
 from tests.serve.three_nodes import GRPC, IMAGES, PAUSE_SECONDS, options, outside, ready
+from tests.waiting import within
 
 AWAY_SECONDS = 20.0
 PAGES = ("/healthz", "/readyz", "/v1/model", "/v1/status", "/metrics")

@@ -36,9 +36,9 @@ from tests.parity.conftest import Pair
 from tests.parity.table import TOLERANCE
 from tests.serve.checkpoint.test_parity import expected
 from tests.serve.nodes import Node, node_of, nodes
-from tests.serve.stand_in import within
 from tests.serve.three_nodes import PAUSE_SECONDS, nothing_lost, outside, ready
 from tests.serve.tiny import GRPC_PORT
+from tests.waiting import within
 
 BUDGETS = {"l4": (16, 64), "h200": (16, 64, 256)}
 COUNTS = {"l4": 2, "h200": 1}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -227,13 +226,3 @@ def routed(
 def status(router: DeploymentHandle) -> RouterStatus:
     found: RouterStatus = router.status.remote().result(timeout_s=5)
     return found
-
-
-def within(seconds: float, true: Callable[[], bool]) -> None:
-    """Waits until `true` holds; fails if it does not in time. Asks less often the longer it waits,
-    because asking takes CPU time from what it waits for."""
-    started = time.monotonic()
-    while not true():
-        waited = time.monotonic() - started
-        assert waited < seconds, "not in time"
-        time.sleep(min(0.05 + waited / 10, 0.5))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from time import monotonic, sleep
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from encoder_service.app import build
 from tests.images import PHOTOGRAPHS, jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import ARGS
+from tests.waiting import within
 
 pytestmark = pytest.mark.slow
 
@@ -32,14 +31,6 @@ def encoders() -> int:
     """How many replicas are running."""
     states = serve.status().applications["scaled"].deployments["Encoder"].replica_states
     return int(states.get("RUNNING", 0))
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 200) -> None:
-    """Waits until the condition holds; fails after `seconds`."""
-    deadline = monotonic() + seconds
-    while not condition():
-        assert monotonic() < deadline
-        sleep(0.2)
 
 
 @pytest.mark.timeout(600)
@@ -64,10 +55,10 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
         with ThreadPoolExecutor(4) as pool:
             loads = [pool.submit(load) for _ in range(4)]
             try:
-                wait_for(lambda: encoders() == 3 or any(one.done() for one in loads))
+                within(200, lambda: encoders() == 3 or any(one.done() for one in loads))
             finally:
                 stop.set()
             assert all(one.result() for one in loads)
-        wait_for(lambda: encoders() == 1)
+        within(200, lambda: encoders() == 1)
     finally:
         serve.delete("scaled")

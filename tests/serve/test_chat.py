@@ -17,9 +17,9 @@ from encoder_service.app import build
 from tests.images import jpeg
 from tests.serve.chats import LONG, MODEL, PATH, actors, asked, begun, count, read_events, text_of
 from tests.serve.conftest import Cluster
-from tests.serve.stand_in import within
 from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
 from tests.videos import video
+from tests.waiting import within
 
 pytestmark = pytest.mark.extended
 

@@ -21,7 +21,7 @@ from tests.images import photograph
 from tests.manifests import OVERLAYS
 from tests.processes import actors
 from tests.serve.conftest import Cluster
-from tests.serve.stand_in import within
+from tests.waiting import within
 
 pytestmark = pytest.mark.extended
 

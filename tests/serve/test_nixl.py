@@ -42,8 +42,8 @@ from router.replicas.pinned import by_reference
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import direct_objects, own_process
-from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
+from tests.waiting import within
 
 pytest.importorskip("nixl")
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]

@@ -24,8 +24,8 @@ from encoder_service.app import build
 from encoder_service.client import ServiceError
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
-from tests.serve.stand_in import within
 from tests.serve.tiny import ARGS
+from tests.waiting import within
 
 pytestmark = pytest.mark.extended
 

@@ -27,8 +27,8 @@ from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import own_private_bytes, used
-from tests.serve.stand_in import within
 from tests.serve.wide import WIDTH, wide
+from tests.waiting import within
 
 pytestmark = pytest.mark.extended
 

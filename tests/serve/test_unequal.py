@@ -25,10 +25,10 @@ from encoder_service import Client, ServiceError, app
 from tests.images import jpeg
 from tests.processes import actors
 from tests.serve.conftest import Cluster
-from tests.serve.stand_in import within
 from tests.serve.test_manifests import deploy
 from tests.serve.test_service_kill import load, ready_replicas
 from tests.serve.tiny import ARGS, running
+from tests.waiting import within
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
 

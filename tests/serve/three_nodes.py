@@ -24,9 +24,9 @@ from tests.chaos.faults import replicas
 from tests.chaos.sources import Rows, Source, from_outside, within_ray
 from tests.images import jpeg
 from tests.serve.nodes import Node, node_of, nodes
-from tests.serve.stand_in import within
 from tests.serve.tiny import GRPC_PORT
 from tests.serve.wide import wide
+from tests.waiting import within
 
 APP = "encoder"
 IMAGES = [jpeg(side, side) for side in (64, 96, 128, 160, 224, 256)]

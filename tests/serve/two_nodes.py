@@ -21,7 +21,8 @@ from router.here import encode_here
 from router.options import RouterOptions
 from tests.serve.nodes import STORE_BYTES, Node, nodes
 from tests.serve.object_store import used
-from tests.serve.stand_in import BIG, BIG_BYTES, encoders, item, right, routed, status, within
+from tests.serve.stand_in import BIG, BIG_BYTES, encoders, item, right, routed, status
+from tests.waiting import within
 
 LITTLE_BYTES = 2**20
 """More than Ray and Serve themselves have in the object stores."""

@@ -127,10 +127,3 @@ def keep(url: str, count: int = 1) -> tuple[list[Embedding], list[torch.Tensor]]
     files = [jpeg(64, 64), jpeg(64, 64, "chelsea.png")][:count]
     with Client(url) as client:
         return client.encode(files, reference=True), [one.torch() for one in client.encode(files)]
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.002)

@@ -6,7 +6,6 @@ import base64
 import gzip
 import json
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -27,6 +26,7 @@ from tests.processes import actors
 from tests.responses import parse_response
 from tests.serve.conftest import Cluster
 from tests.serve.tiny import BEARER, GRPC_PORT, MAX_BODY_BYTES, MAX_ITEMS, TOKEN, WIDTH
+from tests.waiting import within
 
 JSON = {"accept": "application/json"}
 
@@ -331,10 +331,7 @@ def test_budgets_are_planned_from_what_was_encoded(
 
     before = counted()
     assert [one["tokens"] for one in items(encode(client, jpeg(256, 192)))] == [48]
-    end = time.monotonic() + 30
-    while counted() == before:  # the status is about a second old
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    within(30, lambda: counted() != before)  # the status is about a second old
     monkeypatch.setenv("ENCODER_SERVICE_TOKEN", TOKEN)
     assert cli.main(["capture-plan", "--from", cluster.http, "--config", "configs/tiny.yaml"]) == 0
     assert "token_budgets: [" in capsys.readouterr().out

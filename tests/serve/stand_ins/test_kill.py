@@ -15,8 +15,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from actors.types import Media
-from tests.serve.stand_in import encoders, item, right, status, within
+from tests.serve.stand_in import encoders, item, right, status
 from tests.serve.stand_ins.conftest import APP
+from tests.waiting import within
 
 CALLERS = 4
 

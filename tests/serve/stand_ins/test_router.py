@@ -32,8 +32,8 @@ from tests.serve.stand_in import (
     item,
     right,
     routed,
-    within,
 )
+from tests.waiting import within
 
 LIMIT = 60_000
 

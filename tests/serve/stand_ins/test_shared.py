@@ -17,7 +17,8 @@ from actors.types import Answer, Dtype, Embedding, Media, SharedBytes
 from router.here import encode_here
 from tests.serve.conftest import Cluster
 from tests.serve.object_store import used
-from tests.serve.stand_in import BIG, BIG_BYTES, item, right, status, within
+from tests.serve.stand_in import BIG, BIG_BYTES, item, right, status
+from tests.waiting import within
 
 
 def big(number: int) -> Media:

@@ -8,8 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from encoder_service.client.dataset import FACTS
 from encoder_service.wire.documents import parse_request
 from encoder_service.wire.formats import SAFETENSORS, write_safetensors
 from tests.unit.proxied import in_a_thread
+from tests.waiting import until
 
 
 def fake_answers(sources: list[str]) -> list[Embedding | ServiceError]:
@@ -240,7 +239,7 @@ def test_encode_writes_what_is_finished_when_it_is_interrupted(
         arguments = ["encode", str(files), "--out", str(out), "--url", url, "--concurrency", "2"]
         command = [sys.executable, "-m", "encoder_service.cli", *arguments]
         with subprocess.Popen(command, stdout=-1, stderr=-1, text=True) as run:
-            until(lambda: "image 4" in asked)  # 0 to 2 were taken before
+            until(lambda: "image 4" in asked, 60)  # 0 to 2 were taken before
             run.send_signal(number)
             shown, errors = run.communicate(timeout=60)
         assert (run.returncode, errors) == (128 + number, "")
@@ -256,10 +255,3 @@ def test_encode_writes_what_is_finished_when_it_is_interrupted(
 def items(out: Path) -> list[Any]:
     lines = map(json.loads, (out / "manifest.jsonl").read_text().splitlines()[1:])
     return [item for line in lines for item in line["items"]]
-
-
-def until(happened: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < end
-        time.sleep(0.02)

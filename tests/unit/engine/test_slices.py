@@ -38,6 +38,7 @@ from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item
 from tests.small_presets import SMALL, write_small
 from tests.toy_tower import ToyTower, toy_item, toy_rows
+from tests.waiting import until
 
 
 class Recorded(Pace):
@@ -71,10 +72,7 @@ class Recorded(Pace):
 
     def waits(self) -> None:
         """For the engine's thread to bring slices."""
-        end = monotonic() + 10
-        while not self._slices:
-            assert monotonic() < end
-            sleep(0.001)
+        until(lambda: self._slices, 10)
 
 
 DECODING, READING, LAST = Step(8, 2000), Step(512, 0), Step(512, 9000)
@@ -375,10 +373,7 @@ def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
         launched = threads.submit(pace.launch, [(1.0, partial(go.wait, 10))])
         pace.waits()
         step = threads.submit(pace.step, DECODING)
-        end = monotonic() + 10
-        while pace._slices:
-            assert monotonic() < end
-            sleep(0.001)
+        until(lambda: not pace._slices, 10)
         sleep(0.02)
         assert not launched.done()
         go.set()

@@ -20,8 +20,9 @@ import torch
 from encoder_service.client import Client
 from encoder_service.engines import vllm_rows, vllm_stats
 from encoder_service.engines.vllm import content_id
-from tests.unit.connector_rig import Halves, bits, ended, keep, step, until
+from tests.unit.connector_rig import Halves, bits, ended, keep, step
 from tests.unit.vllm_half import HIDDEN, ECConnectorRole, Request, answering, config
+from tests.waiting import until
 
 
 def test_a_step_gets_its_embeddings_by_id(halves: Halves, url: str) -> None:

@@ -5,7 +5,6 @@ rows. Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -30,6 +29,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.types import Clip, Item, Size
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, config, stand_in
+from tests.waiting import until
 
 FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
 
@@ -122,10 +122,7 @@ class Halves:
         return scheduled
 
     def until(self, request: Images) -> None:
-        end = time.monotonic() + 60
-        while request not in self.step(request):
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        until(lambda: request in self.step(request), 60)
 
 
 @pytest.fixture(params=FAMILIES)
@@ -218,10 +215,7 @@ class Stubbed(Halves):
 
     def submitted(self, count: int) -> list[Future[Item]]:
         """Of everything that was submitted, once there is so much."""
-        end = time.monotonic() + 20
-        while len(self.engine.submitted) < count:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        until(lambda: len(self.engine.submitted) >= count)
         self.worker.encoder.threads.submit(int).result()
         return [answer for _, answer in self.engine.submitted]
 
@@ -339,10 +333,7 @@ def test_the_last_slices_of_an_image_are_launched_while_its_step_is_scheduled(
     data = elements(pixel_values=made, image_grid_thw=grid)
     request = Images("a", {"image": ("image", data, plan.tokens)})
     assert halves.step(request) == []
-    end = time.monotonic() + 20
-    while not pace._slices:
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    until(lambda: pace._slices)
     assert halves.step(request) == [request]
     assert "image" in halves.cache
 

@@ -23,8 +23,9 @@ from actors.rows.protocol import RowsPlace
 from encoder_service.client import Embedding
 from encoder_service.engines import vllm_rows
 from encoder_service.engines.vllm_rows import RowsAt
-from tests.unit.connector_rig import Encoders, Halves, bits, ended, keep, step, until
+from tests.unit.connector_rig import Encoders, Halves, bits, ended, keep, step
 from tests.unit.vllm_half import HIDDEN, Request
+from tests.waiting import until
 
 
 def answered(scheduler: Any, *workers: Any, kept: Embedding, name: str = "r") -> torch.Tensor:

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from time import monotonic, sleep
+from time import monotonic
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from actors.types import Media
 from encoder_service.bench.decoding import media
 from tests.images import PHOTOGRAPHS, encoded, jpeg, opened, photograph
 from tests.unit.decode_rig import open_decoder
+from tests.waiting import until
 
 
 def children() -> list[int]:
@@ -106,10 +107,7 @@ def test_no_process_outlives_an_owner_that_is_killed() -> None:
         assert all(map(alive, running))
         os.kill(running[0], signal.SIGSTOP)  # it hears as little as one that hangs in a file
         owner.kill()
-    end = monotonic() + 30
-    while any(map(alive, running)):
-        assert monotonic() < end
-        sleep(0.05)
+    until(lambda: not any(map(alive, running)), 30)
 
 
 def alive(process: int) -> bool:

@@ -9,7 +9,7 @@ import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, CancelledError, wait
 from time import monotonic, sleep
 from typing import Any
@@ -22,6 +22,7 @@ from actors.media.decode_worker import packed
 from actors.media.image import prepare
 from actors.types import Item, Media, Size
 from tests.unit.decode_rig import ENDS, HANGS, Rig
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -32,13 +33,6 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     if rig.decoder:
         rig.decoder.close()
     assert not any(each.thread.is_alive() for each in rig.started)
-
-
-def until(true: Callable[[], object]) -> None:
-    end = monotonic() + 30
-    while not true():
-        assert monotonic() < end
-        sleep(0.002)
 
 
 def sent(rig: Rig) -> int:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from actors.rows.lending import Borrower, Lender, Loan
-from tests.unit.rows.test_rows_server import until
+from tests.waiting import until
 
 SIZE = 2**20
 ME = os.getpid()

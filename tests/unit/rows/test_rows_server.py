@@ -6,7 +6,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -29,6 +29,7 @@ from actors.rows.protocol import (
 from actors.rows.reader import RowsReader, RowsRefused
 from actors.rows.server import RowsServer
 from tests.unit.rows.kept import Dictionary, serving
+from tests.waiting import until
 
 ROWS = torch.arange(3 * 2**20, dtype=torch.int32).view(torch.bfloat16).view(-1, 64)
 """12 MB: more than a socket's buffers hold."""
@@ -54,13 +55,6 @@ def reader_of(place: RowsPlace) -> RowsReader:
     found = RowsReader.connect(place)
     assert found
     return found
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def raw(place: RowsPlace) -> socket.socket:
