@@ -41,6 +41,15 @@ def answered(scheduler: Any, *workers: Any, kept: Embedding, name: str = "r") ->
     return rows
 
 
+def memory_opened(halves: Halves, encoders: Encoders) -> tuple[Any, Any, Embedding]:
+    """A scheduler, a worker that has opened the replica's memory, and a kept embedding."""
+    scheduler, worker = halves(encoders.url)
+    (kept,), _ = keep(encoders.url)
+    for _ in range(2):  # the second one's rows are read in place
+        answered(scheduler, worker, kept=kept)
+    return scheduler, worker, kept
+
+
 def test_rows_come_from_the_nearest_memory_that_all_workers_have_opened(
     halves: Halves, encoders: Encoders, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -107,10 +116,7 @@ def test_rows_that_a_step_may_still_copy_stay_for_a_while(
     halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_rows, "ABORTED_SECONDS", 0.3)
-    scheduler, worker = halves(encoders.url)
-    (kept,), _ = keep(encoders.url)
-    answered(scheduler, worker, kept=kept)
-    answered(scheduler, worker, kept=kept)
+    scheduler, _, kept = memory_opened(halves, encoders)
     until(lambda: encoders.store.held == 0)
     request = Request("aborted", [kept.reference], kept.tokens)
     assert ended(scheduler, request)
@@ -141,10 +147,7 @@ def test_rows_of_a_step_that_is_scheduled_stay_until_it_has_run(
     halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_rows, "ABORTED_SECONDS", 0.3)
-    scheduler, worker = halves(encoders.url)
-    (kept,), _ = keep(encoders.url)
-    for _ in range(2):
-        answered(scheduler, worker, kept=kept)
+    scheduler, _, kept = memory_opened(halves, encoders)
     until(lambda: encoders.store.held == 0)
     running, waiting = (Request(name, [kept.reference], kept.tokens) for name in "ab")
     assert ended(scheduler, running)
@@ -299,10 +302,7 @@ def test_a_fetch_that_another_one_replaces_is_released(
 
 
 def test_memory_of_a_replica_that_is_gone_is_closed(halves: Halves, encoders: Encoders) -> None:
-    scheduler, worker = halves(encoders.url)
-    (kept,), _ = keep(encoders.url)
-    for _ in range(2):
-        answered(scheduler, worker, kept=kept)
+    scheduler, worker, kept = memory_opened(halves, encoders)
     assert set(worker.loader.opened) == {0, 1}
     scheduler.source._forget("replica", scheduler.source.readers["replica"])
     step(scheduler, worker)
@@ -474,10 +474,7 @@ def test_memory_is_closed_also_where_its_replica_was_connected_to_again(
     halves: Halves, encoders: Encoders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_rows, "PING_SECONDS", 0.05)
-    scheduler, worker = halves(encoders.url)
-    (kept,), _ = keep(encoders.url)
-    for _ in range(2):
-        answered(scheduler, worker, kept=kept)
+    scheduler, worker, kept = memory_opened(halves, encoders)
     scheduler.source.readers["replica"].close()
     for _ in range(2):
         answered(scheduler, worker, kept=kept)
