@@ -17,7 +17,7 @@ os.environ.update(
     RAY_AUTH_TOKEN=token_hex(32),
     RAY_USAGE_STATS_ENABLED="0",
     RAY_DEDUP_LOGS="0",
-    RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest worker
+    RAY_worker_niceness="0",  # the default, 15, starves replicas beside the other pytest workers
     RAY_raylet_start_wait_time_s="100",
     TORCHINDUCTOR_VEC_ISA_OK="1",  # else torch.compile first builds a program per instruction set
 )
@@ -35,7 +35,7 @@ RAY = "tests/serve/"
 NODES = "tests/serve/test_several_nodes.py"
 """It starts clusters of its own."""
 LONGEST = "tests/unit/models/test_chips.py"
-"""The other module that takes minutes. Begun last, it would leave the other worker idle."""
+"""The other module that takes minutes. Begun last, it would leave the other workers idle."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

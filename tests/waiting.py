@@ -9,7 +9,7 @@ from collections.abc import Callable
 from time import monotonic, sleep
 
 
-def until(true: Callable[[], object], seconds: float = 20) -> None:
+def until(true: Callable[[], object], seconds: float = 30) -> None:
     """For conditions that cost next to nothing: checks every 2 ms."""
     end = monotonic() + seconds
     while not true():
