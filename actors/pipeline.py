@@ -342,7 +342,7 @@ class Pipeline:
         self, media: Media, item: Item, dtype: Dtype, block: Any = None, *, lend: bool = False
     ) -> Embedding:
         """An embedding that may be answered before its rows are in Ray's shared memory. `lend`:
-        only a cache needs them there.
+        only a cache needs the rows there.
 
         They are written after the answer if a cache needs them, or if they are in a block, which
         may be evicted; otherwise once somebody asks for them. Each item is an object of its own,
@@ -357,7 +357,7 @@ class Pipeline:
         soon = block is not None or self.writer.caches
         item.patches = item.later = None  # the item lives until it is written
         rows = item.rows
-        # Only one tensor on the host, in the answer's dtype: no chunks of a video, no FP8 rows.
+        # Not chunks of a video, rows in FP8 or rows on the device.
         same = isinstance(rows, torch.Tensor) and dtype == self.writer.spec.dtype
         there = as_bytes(rows, dtype)[0] if same and not rows.is_cuda else None
         # The write keeps the block.

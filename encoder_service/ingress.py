@@ -162,7 +162,7 @@ class RouterBackend:
         if not status.replicas:
             raise Unavailable(
                 "no encoder is ready yet: encoders are loading weights and capturing graphs, or "
-                "they fail to start (see `serve status`)"
+                "they fail to start (see `RAY_AUTH_MODE=token serve status`)"
             )
         return len(status.replicas)
 

@@ -25,6 +25,8 @@ os.environ.update(
 import pytest
 from hypothesis import settings
 
+from tests.apart import apart
+
 # No deadline per example, because a busy machine is no failure. pyproject.toml limits whole tests.
 settings.register_profile("project", deadline=None)
 settings.load_profile("project")
@@ -65,14 +67,15 @@ def freeze_heap() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """One worker runs all tests that use the Ray cluster, another one NODES. Then they help the
-    third."""
+    """One worker runs all tests that use the Ray cluster, and another runs NODES if its clusters
+    have networks of their own. When they are done, both help with the rest."""
     config.option.loadscopereorder = False
+    alone = [NODES] if apart() else []
     from xdist.scheduler import LoadScopeScheduling  # not in the environments of other engines
 
     class RayTogether(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
-            return "ray" if module.startswith(RAY) and module != NODES else module
+            return "ray" if module.startswith(RAY) and module not in alone else module
 
     return RayTogether(config, log)

@@ -20,7 +20,7 @@ Indices = npt.NDArray[np.intp]
 
 MULTIPLE_TOKENS = 16  # budgets are multiples of this: a GEMM computes whole tiles of rows
 
-ROUNDS = 5000  # packs that are simulated
+ROUNDS = 5000  # simulated queues of waiting items
 WAITING_ITEMS = 2.0
 """Mean number of items waiting for a pack. Small, because `least_cost` packing splits long queues
 to fit small budgets."""

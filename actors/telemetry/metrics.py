@@ -122,7 +122,11 @@ class EncoderMetrics:
             "reference_evictions_total",
             "Embeddings kept for clients that were evicted before they expired.",
         )
-        self.captured_graphs = gauge("captured_graphs", "Captured graphs.", ("path",))
+        self.captured_graphs = gauge(
+            "captured_graphs",
+            "Captured graphs: one per budget, or two where videos have a graph of their own.",
+            ("path",),
+        )
         self.graph_memory_bytes = gauge(
             "graph_memory_bytes", "Bytes of device memory used by graphs and their static buffers."
         )

@@ -403,13 +403,14 @@ def request_item(source: Source) -> RequestItem:
     return RequestItem(kind, Path(name).read_bytes())
 
 
-def check_each(values: Document, where: str, holds: Callable[[str, Any], object]) -> None:
-    """Raises ServiceError for the first value that cannot be sent: `holds` raises for it."""
+def check_each(values: Document, where: str, encode: Callable[[str, Any], object]) -> None:
+    """Raises ServiceError for the first value that `encode(name, value)` rejects, with
+    OverflowError, TypeError or ValueError."""
     for name, value in values.items():
         try:
             if name in KWARGS:
                 check_option(name, value)
-            holds(name, value)
+            encode(name, value)
         except WireError as error:
             raise ServiceError("invalid_option", f"not sent: {where}.{error}") from None
         except (OverflowError, TypeError, ValueError):

@@ -89,7 +89,7 @@ def likely(url: str, image: bytes, tokens: int = 1) -> Likely:
         "ignore_eos": True,
         "logprobs": True,
         "top_logprobs": 20,
-        "return_tokens_as_token_ids": True,  # of different bytes the texts may be the same
+        "return_tokens_as_token_ids": True,  # different tokens may have the same text
     }
     response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=200, trust_env=False)
     assert response.is_success, response.text

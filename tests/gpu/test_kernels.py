@@ -54,6 +54,15 @@ def test_norm(rows: int, width: int, centred: bool) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 399, 4097])
+def test_rows_in_fp8(rows: int) -> None:
+    x = torch.randn(rows, 1152 + 64, dtype=torch.bfloat16)[:, :1152]  # rows that lie apart
+    x *= torch.logspace(-4, 4, rows)[:, None].bfloat16()
+    x[rows // 2 :][1:2] = 0  # one of several rows
+    expected = fp8.quantised(x.cpu()).float()
+    assert difference(fp8.quantised(x).float().cpu(), expected) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 399, 4097])
 @pytest.mark.parametrize("width", [1152, 4352, 4608])
 def test_norms_in_fp8(rows: int, width: int) -> None:
     x, shift = torch.randn(rows, width, dtype=torch.bfloat16), torch.randn(width)

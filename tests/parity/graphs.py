@@ -30,8 +30,10 @@ def captured(
     return graphs
 
 
-def random_patches(plan: ItemPlan, row_bytes: int) -> Tensor:
-    """uint8 [patches, row_bytes]. Plans with the same number of tokens get the same patches."""
-    generator = torch.Generator().manual_seed(plan.tokens)
-    shape = (plan.patches, row_bytes)
-    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+def random_patches(plans: Sequence[ItemPlan], row_bytes: int) -> list[Tensor]:
+    """uint8 [patches, row_bytes] of each item. All items differ."""
+    generator = torch.Generator().manual_seed(len(plans))
+    shapes = [(plan.patches, row_bytes) for plan in plans]
+    return [
+        torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator) for shape in shapes
+    ]

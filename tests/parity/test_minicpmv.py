@@ -66,7 +66,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
     plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan, 588) for plan in plans]
+    patches = random_patches(plans, 588)
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
     graphs = captured(tower, "default", (budget,), Segments(12))

@@ -71,7 +71,7 @@ def loaded(folder: Path, dtype: str) -> MllamaTower:
 @pytest.mark.parametrize("sizes", PACKS, ids=["one", "three", "nine"])
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     plans = [pair.tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan, 588) for plan in plans]
+    patches = random_patches(plans, 588)
     ours = encode(pair.tower, plans, patches, spare)
     assert ours.shape == (sum(plan.tokens for plan in plans), pair.tower.spec.width)
     check("mllama", ours, states(pair, pair.model, plans, patches))
@@ -79,7 +79,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plans = [pair.tower.sizing.plan(Size(120, 60))]
-    patches = [random_patches(plan, 588) for plan in plans]
+    patches = random_patches(plans, 588)
     exact = states(pair, pair.model, plans, patches)
     ours = encode(loaded(pair.folder, "bfloat16"), plans, patches, None)
     rounded = states(pair, deepcopy(pair.model).bfloat16(), plans, patches)

@@ -89,7 +89,7 @@ def loaded(folder: Path, dtype: str) -> PackedTower:
 def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | None) -> None:
     tower = pair.tower
     plans = [tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan, 3 * tower.sizing.patch_size**2) for plan in plans]
+    patches = random_patches(plans, 3 * tower.sizing.patch_size**2)
     tokens = sum(plan.tokens for plan in plans)
     budget = None if spare is None else tokens + spare
     graphs = captured(tower, "default", (budget,), Segments(12))
@@ -100,7 +100,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plans = [pair.tower.sizing.plan(Size(300, 200))]
-    patches = [random_patches(plan, 3 * pair.tower.sizing.patch_size**2) for plan in plans]
+    patches = random_patches(plans, 3 * pair.tower.sizing.patch_size**2)
     exact = theirs(pair, plans, patches)
     tower = loaded(pair.folder, "bfloat16")
     graphs = captured(tower, "default", (), Segments(4))

@@ -190,7 +190,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int | Non
 def known(pair: Pair, sizes: tuple[Size, ...]) -> tuple[list[ItemPlan], list[Tensor], Tensor]:
     """Plans, random patches and transformers' rows: the same for every budget."""
     plans = [pair.tower.sizing.plan(size) for size in sizes]
-    patches = [random_patches(plan, 3 * pair.tower.sizing.patch_size**2) for plan in plans]
+    patches = random_patches(plans, 3 * pair.tower.sizing.patch_size**2)
     return plans, patches, theirs(pair, torch.cat(patches))
 
 
@@ -203,7 +203,7 @@ def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plan = pair.tower.sizing.plan(Size(300, 300))
-    patches = random_patches(plan, 3 * pair.tower.sizing.patch_size**2)
+    (patches,) = random_patches([plan], 3 * pair.tower.sizing.patch_size**2)
     exact = theirs(pair, patches)
     ours = encode(loaded(pair.folder, "bfloat16"), [plan], [patches], None)
     model = deepcopy(pair.model).bfloat16()
@@ -234,7 +234,7 @@ def test_names_that_transformers_does_not_write(kind: str, published: str, tmp_p
     save_file(weights, tmp_path / "model.safetensors")
     pair = Pair(model, features, loaded(tmp_path, "float32"), tmp_path)
     plan = pair.tower.sizing.plan(Size(84, 84))
-    patches = random_patches(plan, 3 * pair.tower.sizing.patch_size**2)
+    (patches,) = random_patches([plan], 3 * pair.tower.sizing.patch_size**2)
     ours = encode(pair.tower, [plan], [patches], None)
     check(pair.tower.spec.family, ours, theirs(pair, patches))
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 from secrets import token_hex
 from shutil import which
 
 import pytest
+
+from tests.apart import LOOPBACK, apart
 
 RAY = {
     "RAY_AUTH_MODE": "token",
@@ -35,12 +37,12 @@ PROGRAMS = [
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_all_nodes_do_their_part(program: str) -> None:
-    if program == "cut_off" and [name for _, name in socket.if_nameindex()] != ["lo"]:
-        pytest.skip("it makes networks, which it may only in tests/loopback")
+    if program == "cut_off" and not apart():
+        pytest.skip("it makes networks, which this user or this container may not")
     if program == "head_restart" and not which("redis-server"):
         pytest.skip("it needs redis-server, as in Debian's package redis-server")
-    # Where that is possible, in a network of its own: another worker runs Ray, too.
-    command = ["tests/loopback", sys.executable, "-m", f"tests.serve.{program}"]
+    # In a network of its own, if it may make one: another worker runs Ray, too.
+    command: list[str | Path] = [LOOPBACK, sys.executable, "-m", f"tests.serve.{program}"]
     # A short path, because socket paths have a limit.
     with tempfile.TemporaryDirectory(prefix="es", ignore_cleanup_errors=True) as home:
         os.mkdir(f"{home}/ray")

@@ -197,8 +197,7 @@ class Fp8Rows:
 def quantised(x: Tensor) -> Fp8Rows:
     """Quantises each row of x [rows, columns] by itself.
 
-    A row's largest value becomes 448. A row with an infinite value becomes NaN. In this
-    implementation, so does a row with a NaN.
+    A row's largest value becomes 448. A row with an infinite value or a NaN becomes NaN.
     """
     if x.device.type == "cpu" and len(x) > BLOCK_ROWS:
         return Fp8Rows.cat([quantised(part) for part in x.split(BLOCK_ROWS)])

@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.language.extra import cuda
 
 from actors.kernels import GATED
-from actors.kernels.gemm import fp8
 from actors.kernels.gemm.fp8 import Fp8Matrix, Matrix, values
 from actors.kernels.hopper.cuda import overlaps
 
@@ -22,8 +21,6 @@ WIDE = 2048  # norms of wider rows take one row per program
 NORM_ROWS = 2048
 """Norms of up to this many rows are fastest with four rows per program, others with one (H200)."""
 SHIFT_ROWS = 4
-
-LARGEST, TINY = tl.constexpr(fp8.LARGEST), tl.constexpr(fp8.TINY)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

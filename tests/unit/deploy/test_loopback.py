@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-from pathlib import Path
 
 import pytest
 
-LOOPBACK = Path(__file__).parents[2] / "loopback"
+from tests.apart import LOOPBACK, apart
+
 BOTH = ["sh", "-c", "sleep 600 & echo begun; wait"]
-
-
-def apart() -> bool:
-    """Whether this machine lets it make a place of its own."""
-    inside = subprocess.run([LOOPBACK, "readlink", "/proc/self/ns/pid"], capture_output=True)
-    return inside.stdout.decode().strip() != os.readlink("/proc/self/ns/pid")
 
 
 def test_the_status_and_the_input_are_the_command_s() -> None:

@@ -1,4 +1,4 @@
-"""What the README and docs/ name exists: commands, links and series of metrics."""
+"""The commands, links and metrics that README.md and docs/ name exist."""
 
 from __future__ import annotations
 
