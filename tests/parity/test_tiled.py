@@ -202,12 +202,14 @@ def test_the_tokens_of_a_plan_are_those_of_its_tiles(pair: Pair) -> None:
 
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
-    plan = pair.tower.sizing.plan(Size(300, 300))
-    (patches,) = random_patches([plan], 3 * pair.tower.sizing.patch_size**2)
-    exact = theirs(pair, patches)
-    ours = encode(loaded(pair.folder, "bfloat16"), [plan], [patches], None)
+    """Several images, because rounding errors of the few rows of one differ by chance."""
+    plans = [pair.tower.sizing.plan(Size(300, 300))] * 8
+    patches = random_patches(plans, 3 * pair.tower.sizing.patch_size**2)
+    exact = torch.cat([theirs(pair, each) for each in patches])
+    ours = encode(loaded(pair.folder, "bfloat16"), plans, patches, None)
     model = deepcopy(pair.model).bfloat16()
-    rounded = pair.features(model, pixels(pair.tower.spec, patches).bfloat16()).detach()
+    images = [pixels(pair.tower.spec, each).bfloat16() for each in patches]
+    rounded = torch.cat([pair.features(model, each).detach() for each in images])
     assert (ours.float() - exact).norm() <= 1.1 * (rounded.float() - exact).norm()
 
 
