@@ -1,4 +1,4 @@
-"""tests/loopback, which runs a command in a network of its own, and whether it can do so here."""
+"""Whether tests/loopback can give a command a network and processes of its own here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What goes from the front door to a language model, and back:
-
-ChatCall -> Piece, Piece, ..., Finish (or ChatFailed)
-"""
+"""What goes to a language model, a ChatCall, and what comes back: Pieces, then a Finish or
+ChatFailed. Also the parameters of a request that the model reads."""
 
 from __future__ import annotations
 
