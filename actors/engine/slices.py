@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
-STRETCH = 1.4
-"""A step and its slices take at most this many times as long as a full step without slices. With
-1.5, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
+STRETCH = 1.3
+"""A step and its slices take at most this many times as long as a full step without slices."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -25,9 +25,8 @@ PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps whose tokens and contexts differ by less are taken to be equally long."""
-FORGETTING = 1.02
-"""The shortest time of such steps counts. It grows by this factor with each of them, because a GPU
-slows down under load."""
+LATELY = 31
+"""The median of the last so many of such steps counts, because a GPU slows down under load."""
 
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
@@ -42,30 +41,35 @@ class Step(NamedTuple):
 
 
 class StepTimes:
-    """How long steps take without their slices, as measured."""
+    """How long steps take without their slices, as measured of late. A full step is one with the
+    most tokens, whatever its context."""
 
     def __init__(self) -> None:
-        self._seconds: dict[Step, float] = {}
-        self._full: Step | None = None
+        self._kinds: dict[Step, deque[float]] = {}
+        self._full = deque[float](maxlen=LATELY)
+        self._most_tokens = 0
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
-        self._seconds[kind] = min(seconds, FORGETTING * self._seconds.get(kind, seconds))
-        self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
+        self._kinds.setdefault(kind, deque(maxlen=LATELY)).append(seconds)
+        if kind.tokens > self._most_tokens:
+            self._most_tokens = kind.tokens
+            self._full.clear()
+        if kind.tokens == self._most_tokens:
+            self._full.append(seconds)
 
     def room(self, step: Step) -> tuple[float, bool]:
         """Seconds for slices before `step`, 0 until a step has been measured. And whether the step
-        takes longer than a full one, because it reads the end of a long prompt. A full step has the
-        most tokens, and of such steps the least context."""
-        if self._full is None:
+        takes longer than a full one, because it reads the end of a long prompt."""
+        if not self._full:
             return 0.0, False
-        full, kind = self._seconds[self._full], self._kind(step)
-        seconds = self._seconds.get(kind, full)
-        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
+        full, kind = median(self._full), self._kind(step)
+        seconds = median(self._kinds[kind]) if kind in self._kinds else full
+        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._most_tokens
 
     def room_of_any(self) -> float:
         """Seconds for slices before a step of which nothing is known yet: those of a full one."""
-        return (STRETCH - 1) * self._seconds[self._full] if self._full else 0.0
+        return (STRETCH - 1) * median(self._full) if self._full else 0.0
 
     def _kind(self, step: Step) -> Step:
         return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from actors.engine.engine import Engine
 from actors.engine.slices import Step
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
+from actors.media.patchify import cut_blocks
 from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing, WindowedSizing
@@ -62,6 +64,8 @@ KEYS = {
     "video": ("pixel_values_videos", "video_grid_thw"),
 }
 """vLLM's names for an item's patches and its grid, by modality."""
+TEMPORAL_PATCH_SIZE = 2
+"""Of these families. vLLM's patches have an image's pixels so many times."""
 
 
 LAUNCHED_SECONDS = 0.005
@@ -175,12 +179,16 @@ class LocalEncoder:
             self.items[name] = item
             item.requests.add(request.request_id)
         if item is None or (item.done and not item.encoded):
-            self.leave(name, request.request_id)
+            self.leave(feature, request.request_id)
             return True
         return item.done
 
-    def leave(self, name: str, request_id: str) -> None:
+    def leave(self, feature: Any, request_id: str) -> None:
         """Leaves an item to vLLM's tower. Counts it once, because vLLM asks again and again."""
+        pixels, grid = data_of(feature)
+        if pixels is not None and grid is not None and is_whole(pixels.data, self.spec):
+            pixels.data = as_vllm_cuts(pixels.data, grid.data.tolist(), block_sizing(self.spec))
+        name = feature.identifier
         names = self.left.setdefault(request_id, set())
         if name not in names:
             names.add(name)
@@ -193,16 +201,15 @@ class LocalEncoder:
         feature = request.mm_features[index]
         # With an adapter for the tower, the item's name differs from that of its pixels.
         adapted = getattr(feature, "mm_hash", None) not in (None, feature.identifier)
-        if feature.data is None or feature.modality not in self.spec.kinds or adapted:
+        if feature.modality not in self.spec.kinds or adapted:
             return None
-        pixels, grid = (feature.data.get(key) for key in KEYS[feature.modality])
+        pixels, grid = data_of(feature)
         if pixels is None or grid is None:  # it has its own rows
             return None
-        assert isinstance(self.spec.sizing, BlockSizing)
         rows, columns = grid.data.tolist()[-2:]
         frames = len(pixels.data) // (rows * columns)
         video = feature.modality == "video"
-        plan = self.spec.sizing.plan_of_grid((frames, rows, columns), video=video)
+        plan = block_sizing(self.spec).plan_of_grid((frames, rows, columns), video=video)
         largest = plan.group_tokens if video else plan.tokens
         fits = largest <= most_tokens(self.engine)
         if not fits or plan.tokens != request.get_num_encoder_embeds(index):
@@ -293,9 +300,42 @@ def failed(rows: Future[Tensor], error: BaseException) -> None:
         rows.set_exception(error)
 
 
+def data_of(feature: Any) -> tuple[Any, Any]:
+    """An item's patches and its grid, as vLLM wraps them. Those that it lacks are None."""
+    patches, grid = KEYS.get(feature.modality, ("", ""))
+    data = feature.data or {}
+    return data.get(patches), data.get(grid)
+
+
+def is_whole(pixels: Tensor, spec: ModelSpec) -> bool:
+    """Whether vllm_pixels.py has kept an image whole, in place of vLLM's patches."""
+    return pixels.shape[1:] == (3 * spec.sizing.patch_size**2,)
+
+
+def cut(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
+    """Cuts such an image into patches, uint8 [patches, 3 x patch x patch]."""
+    patch, (_, rows, columns) = sizing.patch_size, grid
+    image = pixels.view(rows * patch, columns * patch, 3).permute(2, 0, 1)
+    return cut_blocks(image, patch, sizing.merge_size)
+
+
+def as_vllm_cuts(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
+    """Such an image as vLLM's tower takes it, uint8 [patches, 3 x temporal x patch x patch]."""
+    once = cut(pixels, grid, sizing)
+    channels = once.view(len(once), 3, 1, -1)
+    return channels.expand(-1, -1, TEMPORAL_PATCH_SIZE, -1).reshape(len(once), -1)
+
+
+def block_sizing(spec: ModelSpec) -> BlockSizing:
+    assert isinstance(spec.sizing, BlockSizing)  # of all TOWERS
+    return spec.sizing
+
+
 def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor, Tensor | None]:
-    """Converts vLLM's patches to `Item.patches` and `Item.later`. In vLLM's, the frames of a
-    temporal group follow one another within each channel."""
+    """Converts an image, or vLLM's patches, to `Item.patches` and `Item.later`. In vLLM's patches,
+    the frames of a temporal group follow one another within each channel."""
+    if is_whole(pixels, spec):
+        return in_order(cut(pixels, plan.grid_thw, block_sizing(spec)), plan, spec), None
     size = spec.sizing.patch_size**2
     channels = pixels.view(len(pixels), 3, -1, size)
     first = in_order(bytes_of(channels[:, :, 0], spec), plan, spec)
@@ -332,6 +372,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
+            if pixels := sys.modules.get("encoder_service.engines.vllm_pixels"):
+                vars(pixels)["tower_is_here"] = True
             LocalConnector.encoder = open_encoder(vllm_config)
         elif LocalConnector.encoder is None:
             raise ValueError(

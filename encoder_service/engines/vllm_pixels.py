@@ -1,7 +1,9 @@
-"""Our JPEG decoder and patchifier in vLLM's API process, for the place "local"; see vllm_plugin.py.
+"""Our JPEG decoder in vLLM's API process, for the place "local"; see vllm_plugin.py.
 
-Results equal those of vLLM's own code bit for bit, and vLLM's own code processes what ours does
-not. Follows vLLM 0.26 to 0.33 and transformers 5.15 to 5.24.
+Images are not cut into patches there, but by vllm_local.py in vLLM's engine process, on the GPU:
+pixels take half of the space of vLLM's patches, which have every pixel twice. Pixels and patches
+equal those of vLLM's own code bit for bit, which processes what ours does not. Follows vLLM 0.26 to
+0.33 and transformers 5.15 to 5.24.
 """
 
 from __future__ import annotations
@@ -10,14 +12,12 @@ import logging
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from functools import partial
 from io import BytesIO
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from PIL import ExifTags, Image
 from torch import Tensor
@@ -34,16 +34,15 @@ log = logging.getLogger("vllm.encoder_service")
 SETTINGS = {"image_mode", "kwargs", "rgba_background_color", "decoded_budget"}
 """Attributes of vLLM's ImageMediaIO."""
 
-PARTS, FEWEST_ROWS = 4, 16
-"""Large images are cut in parts at the same time, each of at least so many rows of merge blocks."""
-cutting = ThreadPoolExecutor(PARTS, "patches")
-
 used: Counter[str] = Counter()
 """How often vLLM and transformers have called each part of our code."""
 THEIRS: dict[str, Any] = {
     name: getattr(Qwen2VLImageProcessor, name, None) for name in ("process_image", "patchify")
 }
 """transformers' methods that ours replace."""
+tower_is_here = False
+"""Whether vLLM's engine runs in this process too, as its `LLM` can, or as in a fork of its API
+process. vLLM's tower, which it tries at start, needs patches."""
 
 
 def use(renderer: Any) -> None:
@@ -56,16 +55,21 @@ def use(renderer: Any) -> None:
     processor = preprocessor.info.get_hf_processor().image_processor
     if type(processor) is not Qwen2VLImageProcessor or None in THEIRS.values():
         raise TypeError(f"{type(processor).__name__} is not the image processor that we replace")
-    expected, before = preprocessed(processor), registered["http"]
+    (expected, grid), before = preprocessed(processor), registered["http"]
     registered["http"] = JpegConnector
     for name, method in OURS.items():
         setattr(Qwen2VLImageProcessor, name, method)
     try:
         used.clear()
-        found = preprocessed(processor)
+        found, found_grid = preprocessed(processor)
         if unused := {"load_bytes", *OURS} - used.keys():
             raise RuntimeError(f"vLLM or transformers does not call {', '.join(sorted(unused))}")
-        if any(a.dtype != b.dtype or not a.equal(b) for a, b in zip(found, expected, strict=True)):
+        patch, merge = processor.patch_size, processor.merge_size
+        _, rows, columns = grid[0].tolist()
+        image = found.view(rows * patch, columns * patch, 3).permute(2, 0, 1)
+        once = cut_blocks(image, patch, merge).view(-1, 3, 1, patch**2)
+        twice = expected.view(len(once), 3, -1, patch**2)
+        if found.dtype != twice.dtype or not (once == twice).all() or not grid.equal(found_grid):
             raise ValueError("vLLM's pixels or patches differ from ours")
     except Exception:
         registered["http"] = before
@@ -107,7 +111,9 @@ def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
 def patchify(
     self: Any, images: Tensor, patch_size: int, merge_size: int, temporal_patch_size: int
 ) -> Any:
-    """Returns uint8 [1, patches, 3 x temporal x patch x patch], and rows and columns."""
+    """Returns an image's pixels as they are in memory, [height, width, 3], in the shape of so many
+    patches: uint8 [1, patches, 3 x patch x patch]; and rows and columns. Fewer columns than those
+    of vLLM's patches, 3 x temporal x patch x patch, tell vllm_local.py that nothing was cut."""
     height, width = images.shape[2:]
     block = patch_size * merge_size
     if (
@@ -116,6 +122,8 @@ def patchify(
         or images.shape[:2] != (1, 3)
         or height % block
         or width % block
+        or temporal_patch_size == 1
+        or tower_is_here
     ):
         return THEIRS["patchify"](
             self,
@@ -124,21 +132,10 @@ def patchify(
             merge_size=merge_size,
             temporal_patch_size=temporal_patch_size,
         )
-    rows, row_patches = height // block, width // block * merge_size**2
-    shape = rows, row_patches, 3, temporal_patch_size, patch_size**2
-    cut: npt.NDArray[np.uint8] = np.empty(shape, np.uint8)
-
-    def cut_part(first: int, end: int) -> None:
-        part = cut_blocks(images[0, :, first * block : end * block], patch_size, merge_size)
-        cut[first:end] = part.view(end - first, -1, 3, 1, patch_size**2).numpy()
-
-    begins = range(0, rows, max(FEWEST_ROWS, -(-rows // PARTS)))
-    apply = cutting.map if len(begins) > 1 else map
-    list(apply(cut_part, begins, [*begins[1:], rows]))  # waits, and raises what a part raised
     used["patchify"] += 1
-    log.debug("cut an image into %d patches", rows * row_patches)
-    patches = torch.from_numpy(cut).view(1, rows * row_patches, -1)
-    return patches, height // patch_size, width // patch_size
+    log.debug("kept an image of %dx%d whole", width, height)
+    pixels = images.permute(0, 2, 3, 1).reshape(1, -1, 3 * patch_size**2)
+    return pixels, height // patch_size, width // patch_size
 
 
 OURS = {"process_image": process_image, "patchify": patchify}

@@ -46,5 +46,5 @@ def renderer(config: Any, tokenizer: Any) -> Any:
     except Exception as error:
         log.warning("vLLM's own code decodes JPEGs and cuts patches, because: %r", error)
     else:
-        log.info("the encoder service's code decodes JPEGs and cuts patches")
+        log.info("the encoder service's code decodes JPEGs, and its engine cuts patches")
     return made

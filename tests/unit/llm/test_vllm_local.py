@@ -26,7 +26,8 @@ from actors.families.registry import read
 from actors.media.patchify import patchifier_of
 from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
-from actors.types import Clip, Item, Size
+from actors.spec.sizing import BlockSizing
+from actors.types import Clip, Item, ItemPlan, Size
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, config, stand_in
 from tests.waiting import until
@@ -179,6 +180,49 @@ def test_rows_of_images_and_videos_are_the_engines(halves: Halves) -> None:
         halves.until(Images("a", items))
         for item, rows in zip((image, video), map(halves.cache.pop, items), strict=True):
             assert torch.equal(rows, rows_of(engine.submit(item).result()))
+
+
+def as_pixels(image: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
+    """An image as vllm_pixels.py keeps it."""
+    return image.permute(1, 2, 0).reshape(plan.patches, 3 * spec.sizing.patch_size**2)
+
+
+def test_rows_of_images_that_were_kept_whole_are_the_engines(halves: Halves) -> None:
+    side = halves.spec.sizing.patch_size * 2  # a merge block
+    shown = picture(1, 12 * side, 9 * side)
+    plan, patches = patchifier_of(halves.spec).patchify(shown)
+    grid = torch.tensor(plan.grid_thw)
+    data = elements(pixel_values=as_pixels(shown, plan, halves.spec), image_grid_thw=grid)
+    halves.until(Images("a", {"image": ("image", data, plan.tokens)}))
+    expected = halves.worker.encoder.engine.submit(Item(plan, patches.numpy())).result()
+    assert torch.equal(halves.cache["image"], rows_of(expected))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
+    connector_module: ModuleType, family: str, tmp_path: Path
+) -> None:
+    from encoder_service.engines.vllm_local import as_vllm_cuts
+
+    spec = read(ModelOptions(id=str(write_small(tmp_path, family)), load_format="dummy"))
+    assert isinstance(spec.sizing, BlockSizing)
+    side = spec.sizing.patch_size * 2
+    shown = picture(1, 12 * side, 9 * side)
+    plan, patches = patchifier_of(spec).patchify(shown)
+    found = as_vllm_cuts(as_pixels(shown, plan, spec), plan.grid_thw, spec.sizing)
+    assert found.equal(as_vllm(Item(plan, patches.numpy()), spec, torch.uint8))
+
+
+def test_images_are_not_kept_whole_in_the_process_of_vllms_tower(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels: Any = ModuleType("vllm_pixels")
+    pixels.tower_is_here = False
+    monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_pixels", pixels)
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
+    connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
+    assert pixels.tower_is_here
 
 
 class StubEngine:
@@ -475,6 +519,14 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
         ),
     ]
     left[0].mm_features[0].mm_position.length = 3
+    columns = 3 * stubbed.spec.sizing.patch_size**2
+    whole = elements(
+        pixel_values=torch.zeros(66 * 4, columns, dtype=torch.uint8),
+        image_grid_thw=torch.tensor([1, 66, 4]),
+    )
+    left.append(stubbed.images("whole", "h", rows=66, data=whole))
+    assert stubbed.step(*left) == left
+    assert whole["pixel_values"].data.shape == (66 * 4, 2 * columns), "vLLM's patches"
     assert stubbed.step(*left) == left
     assert stubbed.cache == {}
     stubbed.engine.fails = "out of memory"
