@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
-STRETCH = 1.3
+STRETCH = 1.35
 """A step and its slices take at most this many times as long as a full step without slices."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
@@ -41,35 +41,30 @@ class Step(NamedTuple):
 
 
 class StepTimes:
-    """How long steps take without their slices, as measured of late. A full step is one with the
-    most tokens, whatever its context."""
+    """How long steps take without their slices, as measured of late."""
 
     def __init__(self) -> None:
-        self._kinds: dict[Step, deque[float]] = {}
-        self._full = deque[float](maxlen=LATELY)
-        self._most_tokens = 0
+        self._seconds: dict[Step, deque[float]] = {}
+        self._full: Step | None = None
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
-        self._kinds.setdefault(kind, deque(maxlen=LATELY)).append(seconds)
-        if kind.tokens > self._most_tokens:
-            self._most_tokens = kind.tokens
-            self._full.clear()
-        if kind.tokens == self._most_tokens:
-            self._full.append(seconds)
+        self._seconds.setdefault(kind, deque(maxlen=LATELY)).append(seconds)
+        self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
 
     def room(self, step: Step) -> tuple[float, bool]:
         """Seconds for slices before `step`, 0 until a step has been measured. And whether the step
-        takes longer than a full one, because it reads the end of a long prompt."""
-        if not self._full:
+        takes longer than a full one, because it reads the end of a long prompt. A full step has the
+        most tokens, and of such steps the least context."""
+        if self._full is None:
             return 0.0, False
-        full, kind = median(self._full), self._kind(step)
-        seconds = median(self._kinds[kind]) if kind in self._kinds else full
-        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._most_tokens
+        full, kind = median(self._seconds[self._full]), self._kind(step)
+        seconds = median(self._seconds[kind]) if kind in self._seconds else full
+        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
 
     def room_of_any(self) -> float:
         """Seconds for slices before a step of which nothing is known yet: those of a full one."""
-        return (STRETCH - 1) * median(self._full) if self._full else 0.0
+        return (STRETCH - 1) * median(self._seconds[self._full]) if self._full else 0.0
 
     def _kind(self, step: Step) -> Step:
         return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)
