@@ -118,7 +118,7 @@ def run(options: argparse.Namespace, console: Console) -> int:
         if shown.rows:
             console.print(shown)
     for warning in (*warnings, *exposed()):
-        console.print(f"[bold yellow]{escape(warning)}[/]", soft_wrap=True)
+        console.print(f"[bold yellow]warning:[/] {escape(warning)}", soft_wrap=True)
     return 0
 
 

@@ -111,15 +111,15 @@ def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
 def patchify(
     self: Any, images: Tensor, patch_size: int, merge_size: int, temporal_patch_size: int
 ) -> Any:
-    """Returns an image's pixels as they are in memory, [height, width, 3], in the shape of so many
-    patches: uint8 [1, patches, 3 x patch x patch]; and rows and columns. Fewer columns than those
-    of vLLM's patches, 3 x temporal x patch x patch, tell vllm_local.py that nothing was cut."""
-    height, width = images.shape[2:]
+    """Returns the pixels of images, uint8 [images, patches, 3 x patch x patch]: none is cut, each
+    image is [height, width, 3] in memory. And rows and columns. vLLM's patches have 3 x temporal x
+    patch x patch columns: fewer tell vllm_local.py that nothing was cut."""
+    count, channels, height, width = images.shape
     block = patch_size * merge_size
     if (
         images.dtype != torch.uint8
         or images.device.type != "cpu"
-        or images.shape[:2] != (1, 3)
+        or channels != 3
         or height % block
         or width % block
         or temporal_patch_size == 1
@@ -133,8 +133,8 @@ def patchify(
             temporal_patch_size=temporal_patch_size,
         )
     used["patchify"] += 1
-    log.debug("kept an image of %dx%d whole", width, height)
-    pixels = images.permute(0, 2, 3, 1).reshape(1, -1, 3 * patch_size**2)
+    log.debug("kept %d images of %dx%d whole", count, width, height)
+    pixels = images.permute(0, 2, 3, 1).reshape(count, -1, 3 * patch_size**2)
     return pixels, height // patch_size, width // patch_size
 
 

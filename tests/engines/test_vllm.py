@@ -201,7 +201,7 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     log = engines.local_log
     assert "the engine encoded its first item" in log
     decoded, kept = (
-        log.count(line) - before.count(line) for line in ("decoded a JPEG", "kept an image")
+        log.count(line) - before.count(line) for line in ("decoded a JPEG", "kept 1 images")
     )
     assert decoded == (0 if files == "a video" else len(images))
     assert files == "a video" or 1 <= kept <= decoded  # vLLM caches them

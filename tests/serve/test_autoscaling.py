@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import Any
 
 import pytest
 from ray import serve
 
 from encoder_service import Client
-from encoder_service.app import build
 from tests.images import PHOTOGRAPHS, jpeg
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import ARGS
+from tests.serve.tiny import ARGS, running
 from tests.waiting import within
 
 pytestmark = pytest.mark.slow
@@ -36,8 +34,6 @@ def encoders() -> int:
 @pytest.mark.timeout(600)
 def test_replicas_follow_the_load(cluster: Cluster) -> None:
     encoder = {key: value for key, value in ARGS["encoder"].items() if key != "replicas"}
-    args: dict[str, Any] = ARGS | {"encoder": encoder | {"autoscaling": SCALING}, "auth": {}}
-    serve.run(build(args), name="scaled", route_prefix="/")
     images = [jpeg(512, 512, name) for name in PHOTOGRAPHS[:4]]  # 1024 patches each
     stop = Event()
 
@@ -50,7 +46,7 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
                 answered += 1
         return answered
 
-    try:
+    with running("scaled", encoder=encoder | {"autoscaling": SCALING}, auth={}):
         assert encoders() == 1
         with ThreadPoolExecutor(4) as pool:
             loads = [pool.submit(load) for _ in range(4)]
@@ -60,5 +56,3 @@ def test_replicas_follow_the_load(cluster: Cluster) -> None:
                 stop.set()
             assert all(one.result() for one in loads)
         within(200, lambda: encoders() == 1)
-    finally:
-        serve.delete("scaled")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from base64 import b64encode
 from collections.abc import Iterator
@@ -11,13 +10,11 @@ from typing import Any
 import httpx
 import pytest
 import ray
-from ray import serve
 
-from encoder_service.app import build
 from tests.images import jpeg
 from tests.serve.chats import LONG, MODEL, PATH, actors, asked, begun, count, read_events, text_of
 from tests.serve.conftest import Cluster
-from tests.serve.tiny import ARGS, BEARER, MAX_ITEMS
+from tests.serve.tiny import BEARER, MAX_ITEMS, running
 from tests.videos import video
 from tests.waiting import within
 
@@ -28,8 +25,7 @@ WAITING = 6
 
 @pytest.fixture(scope="module")
 def http(cluster: Cluster) -> Iterator[httpx.Client]:
-    args = copy.deepcopy(ARGS)
-    args["llm"] = {
+    llm = {
         "autoscaling": {"max_replicas": 1},
         "num_gpus": 0,
         "num_cpus": 0.1,
@@ -40,11 +36,12 @@ def http(cluster: Cluster) -> Iterator[httpx.Client]:
         "max_queued_requests": WAITING,
         "max_model_len": 2 * LONG,
     }
-    serve.run(build(args), name="chat", route_prefix="/")
     headers = {"authorization": BEARER}
-    with httpx.Client(base_url=cluster.http, timeout=100, headers=headers) as client:
+    with (
+        running("chat", llm=llm),
+        httpx.Client(base_url=cluster.http, timeout=100, headers=headers) as client,
+    ):
         yield client
-    serve.delete("chat")
 
 
 def test_an_answer_says_what_it_took(http: httpx.Client) -> None:

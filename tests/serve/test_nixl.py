@@ -33,7 +33,6 @@ from actors.types import (
     RemoteBytes,
     SharedBytes,
 )
-from encoder_service.app import build
 from encoder_service.client import Client
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe
@@ -41,6 +40,7 @@ from router.here import encode_here
 from router.replicas.pinned import by_reference
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import FEW, deployed
 from tests.serve.object_store import direct_objects, own_process
 from tests.serve.wide import WIDTH, wide
 from tests.waiting import within
@@ -51,7 +51,6 @@ pytestmark = [pytest.mark.extended, pytest.mark.timeout(300)]
 EMBEDDING_BYTES = 25 * WIDTH * 4
 ROOM = 4
 """Embeddings for which an encoder's memory for readers has room."""
-FEW = {"num_cpus": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -127,20 +126,15 @@ async def is_remote(answer: Answer) -> bool:
 
 @pytest.fixture(scope="module")
 def consumer(cluster: Cluster, model: ModelOptions) -> Iterator[DeploymentHandle]:
-    encoder = {"replicas": 2, "num_gpus": 0, "device": "cpu", "transport": "nixl"}
-    args = {
-        "model": model.model_dump(),
-        "encoder": encoder | {"nixl_bytes": ROOM * EMBEDDING_BYTES} | FEW,
+    sections = {
+        "encoder": {"replicas": 2, "transport": "nixl", "nixl_bytes": ROOM * EMBEDDING_BYTES},
         "graphs": {"token_budgets": [32, 128]},
         "cache": {"max_bytes": 3 * EMBEDDING_BYTES},
-        "router": FEW,
-        "ingress": FEW,
     }
-    serve.run(build(args), name="nixl", route_prefix="/")
-    own = serve.deployment(Consumer, ray_actor_options=FEW, max_ongoing_requests=50).bind()
-    yield serve.run(own, name="consumer", route_prefix=None)
-    serve.delete("consumer")
-    serve.delete("nixl")
+    with deployed("nixl", model.model_dump(), **sections):
+        own = serve.deployment(Consumer, ray_actor_options=FEW, max_ongoing_requests=50).bind()
+        yield serve.run(own, name="consumer", route_prefix=None)
+        serve.delete("consumer")
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from ray import serve
 
 from actors.families.llava_onevision.tower import OnevisionTower
 from actors.media.image import decode
@@ -21,7 +19,6 @@ from actors.options import ModelOptions
 from actors.spec.video import retention_mask
 from actors.types import Clip, Item, Size
 from encoder_service import Client, Frames
-from encoder_service.app import build
 from encoder_service.client import Source
 from tests.checkpoints import KIMI_K25, write
 from tests.checkpoints_clip import write_onevision
@@ -30,6 +27,7 @@ from tests.parity import conftest, test_video
 from tests.parity.table import TOLERANCE
 from tests.parity.test_llava_onevision import Pair, image_rows, video_rows
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 from tests.videos import patchify_video
 
 pytestmark = pytest.mark.extended
@@ -43,19 +41,12 @@ SIZE = Size(120, 80)
 @contextmanager
 def served(folder: Path, cluster: Cluster, budgets: Sequence[int]) -> Iterator[Client]:
     """Runs a replica on the CPU."""
-    args: dict[str, Any] = {
-        "model": {"id": str(folder), "dtype": "float32"},
-        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-        "graphs": {"token_budgets": budgets},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
-    }
-    serve.run(build(args), name="pooled", route_prefix="/")
-    try:
-        with Client(cluster.http) as client:
-            yield client
-    finally:
-        serve.delete("pooled")
+    model = {"id": str(folder), "dtype": "float32"}
+    with (
+        deployed("pooled", model, graphs={"token_budgets": budgets}),
+        Client(cluster.http) as client,
+    ):
+        yield client
 
 
 def video_of(tower: Tower, count: int) -> Item:

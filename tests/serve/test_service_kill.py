@@ -24,6 +24,7 @@ from encoder_service.app import build
 from encoder_service.client import ServiceError
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 from tests.serve.tiny import ARGS
 from tests.waiting import within
 
@@ -50,11 +51,9 @@ def args(cache_bytes: int = 0) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def files(cluster: Cluster) -> Iterator[dict[bytes, np.ndarray[Any, Any]]]:
     """Images, and the rows that the service returns for each alone."""
-    serve.run(build(args()), name="hardy", route_prefix="/")
     images = [jpeg(side, SIDES[-1 - i]) for i, side in enumerate(SIDES)]
-    with Client(cluster.http) as client:
+    with deployed("hardy", **args()), Client(cluster.http) as client:
         yield {image: client.encode([image], dtype="float32")[0].numpy() for image in images}
-    serve.delete("hardy")
 
 
 @contextmanager

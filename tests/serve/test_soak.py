@@ -19,13 +19,13 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.types import Embedding, SharedBytes
-from encoder_service.app import build
 from encoder_service.client import AsyncClient, Client
 from encoder_service.config import LimitOptions
 from encoder_service.intake.media import probe
 from router.here import encode_here
 from tests.images import jpeg
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 from tests.serve.object_store import own_private_bytes, used
 from tests.serve.wide import WIDTH, wide
 from tests.waiting import within
@@ -48,19 +48,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelOptions:
 
 @pytest.fixture(scope="module")
 def router(cluster: Cluster, model: ModelOptions) -> Iterator[DeploymentHandle]:
-    few = {"num_cpus": 0.1}
-    args = {
-        "model": model.model_dump(),
-        "encoder": {"replicas": 2, "num_gpus": 0, "device": "cpu", **few},
+    sections = {
+        "encoder": {"replicas": 2},
         "graphs": {"token_budgets": [32, 128]},
         "cache": {"max_bytes": KEPT_BYTES},
         "references": {"ttl_seconds": 300, "max_bytes": KEPT_BYTES},
-        "router": few,
-        "ingress": few,
     }
-    serve.run(build(args), name="soak", route_prefix="/")
-    yield serve.get_deployment_handle("Router", "soak")
-    serve.delete("soak")
+    with deployed("soak", model.model_dump(), **sections):
+        yield serve.get_deployment_handle("Router", "soak")
 
 
 def test_items_are_found_one_by_one_and_in_any_dtype(

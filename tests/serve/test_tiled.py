@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
-from ray import serve
 
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from encoder_service import Client, Text
-from encoder_service.app import build
 from tests.checkpoints_clip import CAPTIONS, units_of, write_clip_texts
 from tests.images import PHOTOGRAPHS, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tiled import CHECKPOINTS, Pair, loaded, theirs
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 
 pytestmark = pytest.mark.extended
 
@@ -27,19 +25,10 @@ pytestmark = pytest.mark.extended
 def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> None:
     write, features = CHECKPOINTS[name]
     pair = Pair(write(tmp_path), features, loaded(tmp_path, "float32"), tmp_path)
-    args: dict[str, Any] = {
-        "model": {"id": str(tmp_path), "dtype": "float32"},
-        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
-    }
-    serve.run(build(args), name="tiled", route_prefix="/")
-    try:
-        files = [jpeg(84, 60), *map(photograph, PHOTOGRAPHS)]
-        with Client(cluster.http) as client:
-            embeddings = client.encode(files, dtype="float32")
-    finally:
-        serve.delete("tiled")
+    files = [jpeg(84, 60), *map(photograph, PHOTOGRAPHS)]
+    model = {"id": str(tmp_path), "dtype": "float32"}
+    with deployed("tiled", model), Client(cluster.http) as client:
+        embeddings = client.encode(files, dtype="float32")
     for embedding, file in zip(embeddings, files, strict=True):
         plan, patches = patchifier_of(pair.tower.spec).patchify(decode(file))
         assert (embedding.grid_thw, embedding.source) == (plan.grid_thw, "graph")
@@ -49,22 +38,12 @@ def test_rows_of_photographs(cluster: Cluster, tmp_path: Path, name: str) -> Non
 
 def test_vectors_of_photographs_and_texts(cluster: Cluster, tmp_path: Path) -> None:
     model = write_clip_texts(tmp_path)
-    args: dict[str, Any] = {
-        "model": {"id": str(tmp_path), "dtype": "float32", "output": "vector"},
-        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-        "preprocess": {"processes": 1},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
-    }
-    serve.run(build(args), name="vectors", route_prefix="/")
+    served = {"id": str(tmp_path), "dtype": "float32", "output": "vector"}
     sources: list[bytes | Text] = [*map(photograph, PHOTOGRAPHS), *map(Text, CAPTIONS)]
-    try:
-        with Client(cluster.http) as client:
-            vectors = client.embed(sources)
-            again = client.embed(sources[::-1])
+    with deployed("vectors", served, preprocess={"processes": 1}), Client(cluster.http) as client:
+        vectors = client.embed(sources)
+        again = client.embed(sources[::-1])
         page = httpx.get(f"{cluster.http}/metrics").text
-    finally:
-        serve.delete("vectors")
     assert np.allclose(vectors, again[::-1], atol=1e-6)
     _, texts = units_of(model, tmp_path, PHOTOGRAPHS)
     assert np.abs(vectors[len(PHOTOGRAPHS) :] - texts).max() < TOLERANCE

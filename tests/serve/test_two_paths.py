@@ -4,49 +4,39 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
 
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from ray import serve
 
 from actors.media.image import decode
 from actors.media.patchify import patchifier_of
 from encoder_service import Client
-from encoder_service.app import build
 from tests.checkpoints_ocr import write_deepseek_ocr
 from tests.images import PHOTOGRAPHS, item_of, jpeg, photograph
 from tests.parity.table import TOLERANCE
 from tests.parity.test_deepseek_ocr import Pair, loaded, theirs
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 
 pytestmark = pytest.mark.extended
 
 
 def test_rows_of_photographs(cluster: Cluster, tmp_path: Path) -> None:
     pair = Pair(write_deepseek_ocr(tmp_path), loaded(tmp_path, "float32"), tmp_path)
-    args: dict[str, Any] = {
-        "model": {"id": str(tmp_path), "dtype": "float32"},
-        "encoder": {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
-        "graphs": {"global_token_budgets": [20, 60], "local_token_budgets": [0, 36, 81]},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1},
-    }
-    serve.run(build(args), name="ocr", route_prefix="/")
-    try:
+    model = {"id": str(tmp_path), "dtype": "float32"}
+    budgets = {"global_token_budgets": [20, 60], "local_token_budgets": [0, 36, 81]}
+    with deployed("ocr", model, graphs=budgets):
         files = [jpeg(180, 100), *map(photograph, PHOTOGRAPHS)]
         with Client(cluster.http) as client:
             embeddings = client.encode(files, dtype="float32")
         page = metrics(cluster, hits=len(files) + len(PHOTOGRAPHS))
-        budgets = httpx.get(f"{cluster.http}/v1/model", timeout=30).json()["graphs"]
-    finally:
-        serve.delete("ocr")
+        shown = httpx.get(f"{cluster.http}/v1/model", timeout=30).json()["graphs"]
     for embedding, file in zip(embeddings, files, strict=True):
         item = item_of(patchifier_of(pair.tower.spec), decode(file))
         assert (embedding.grid_thw, embedding.source) == (item.plan.grid_thw, "graph")
         assert (embedding.torch() - theirs(pair, [item])).abs().max() < TOLERANCE
-    assert budgets["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}
+    assert shown["token_budgets"] == {"global": [20, 60], "local": [0, 36, 81]}
     assert total(page, "encoder_graph_hits_total", path="global") == len(files)
     assert total(page, "encoder_graph_hits_total", path="local") == len(PHOTOGRAPHS)
     assert total(page, "encoder_graph_misses_total") == 0

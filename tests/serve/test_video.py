@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import numpy as np
 import pytest
 import torch
-from ray import serve
 from torch import Tensor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
@@ -21,7 +19,6 @@ from actors.options import ModelOptions
 from actors.spec.video import retention_mask
 from actors.types import Clip, Size
 from encoder_service import Client, Embedding, Frames, ServiceError
-from encoder_service.app import build
 from encoder_service.client import Source
 from tests.checkpoints import write_qwen3vl
 from tests.images import jpeg
@@ -29,6 +26,7 @@ from tests.parity.conftest import Pair
 from tests.parity.table import TOLERANCE
 from tests.parity.test_tower import rows_of
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 from tests.serve.tiny import GRPC_PORT
 from tests.videos import video
 
@@ -44,17 +42,14 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("videos")
     reference = write_qwen3vl(folder)
     model = {"id": str(folder), "dtype": "float32"}
-    args: dict[str, Any] = {
-        "model": model,
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+    sections = {
+        "encoder": {"replicas": 2},
         "graphs": {"token_budgets": (64, 256)},
         "cache": {"max_bytes": 10_000_000},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
+        "ingress": {"grpc_port": GRPC_PORT},
     }
-    serve.run(build(args), name="video", route_prefix="/")
-    yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)
-    serve.delete("video")
+    with deployed("video", model, **sections):
+        yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)
 
 
 def expected(pair: Pair, clip: Clip, frames: list[Tensor]) -> Tensor:

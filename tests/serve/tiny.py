@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ray import serve
-
-from encoder_service.app import build
 from encoder_service.bench.cluster import free_ports
+from tests.serve.deployed import FEW, LEAST, deployed
 
 TOKEN = "let me in"
 BEARER = f"Bearer {TOKEN}"
@@ -23,16 +21,10 @@ WIDTH = 192
 
 ARGS: dict[str, Any] = {
     "model": {"id": "qwen3vl-tiny", "load_format": "dummy", "dtype": "float32"},
-    "encoder": {
-        "replicas": 2,
-        "num_gpus": 0,
-        "num_cpus": 0.1,
-        "device": "cpu",
-        "drain_timeout_seconds": 2,
-    },
+    "encoder": LEAST["encoder"] | {"replicas": 2, "drain_timeout_seconds": 2},
     "graphs": {"token_budgets": [16, 64]},
-    "router": {"num_cpus": 0.1},
-    "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
+    "router": FEW,
+    "ingress": FEW | {"grpc_port": GRPC_PORT},
     "limits": {"max_items": MAX_ITEMS, "max_body_bytes": MAX_BODY_BYTES},
     "auth": {"token_sha256": [hashlib.sha256(TOKEN.encode()).hexdigest()]},
 }
@@ -41,8 +33,5 @@ ARGS: dict[str, Any] = {
 @contextmanager
 def running(name: str, **sections: Any) -> Iterator[None]:
     """Runs the service until the block ends. `sections`: further sections of its configuration."""
-    serve.run(build(ARGS | sections), name=name, route_prefix="/")
-    try:
+    with deployed(name, **ARGS | sections):
         yield
-    finally:
-        serve.delete(name)

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
-from ray import serve
 
 from actors.models.load import load
 from actors.options import ModelOptions
-from encoder_service.app import build
 from tests.checkpoints import write_qwen3vl
 from tests.parity.conftest import Pair
 from tests.serve.conftest import Cluster
+from tests.serve.deployed import deployed
 from tests.serve.tiny import GRPC_PORT
 
 APP = "encoder"
@@ -28,13 +26,10 @@ def served(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     folder = tmp_path_factory.mktemp("served")
     reference = write_qwen3vl(folder)
     model = {"id": str(folder), "dtype": "float32"}
-    args: dict[str, Any] = {
-        "model": model,
-        "encoder": {"replicas": 2, "num_gpus": 0, "num_cpus": 0.1, "device": "cpu"},
+    sections = {
+        "encoder": {"replicas": 2},
         "graphs": {"token_budgets": BUDGETS},
-        "router": {"num_cpus": 0.1},
-        "ingress": {"num_cpus": 0.1, "grpc_port": GRPC_PORT},
+        "ingress": {"grpc_port": GRPC_PORT},
     }
-    serve.run(build(args), name=APP, route_prefix="/")
-    yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)
-    serve.delete(APP)
+    with deployed(APP, model, **sections):
+        yield Pair(reference, load(ModelOptions.model_validate(model), torch.device("cpu")), folder)

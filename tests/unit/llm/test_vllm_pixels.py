@@ -225,32 +225,32 @@ def test_an_image_beyond_the_budget_is_not_decoded(
 
 
 @pytest.mark.parametrize(("patch", "merge"), [(14, 2), (16, 2), (8, 1)])
-@pytest.mark.parametrize("shape", [(1, 1), (3, 5), (68, 60)])
+@pytest.mark.parametrize(("count", "shape"), [(1, (1, 1)), (3, (3, 5)), (1, (68, 60))])
 @pytest.mark.parametrize("last", [True, False], ids=["channels last", "channels first"])
-def test_an_image_is_kept_whole(
-    pixels: Any, patch: int, merge: int, shape: tuple[int, int], last: bool
+def test_images_are_kept_whole(
+    pixels: Any, patch: int, merge: int, count: int, shape: tuple[int, int], last: bool
 ) -> None:
     height, width = (side * patch * merge for side in shape)
-    images = torch.randint(0, 256, (1, height, width, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+    random = torch.randint(0, 256, (count, height, width, 3), dtype=torch.uint8)
+    images = random.permute(0, 3, 1, 2)
     given = images if last else images.contiguous()
     names = {"patch_size": patch, "merge_size": merge, "temporal_patch_size": 2}
     found, *grid = pixels.patchify(None, given, **names)
     assert pixels.used == {"patchify": 1}
     expected, *expected_grid = PATCHIFY(Qwen2VLImageProcessor(), images, **names)
     assert grid == expected_grid
-    assert found.shape == (1, expected.shape[1], 3 * patch**2)
-    assert found.view(1, height, width, 3).equal(images.permute(0, 2, 3, 1))
+    assert found.shape == (count, expected.shape[1], 3 * patch**2)
+    assert found.view(random.shape).equal(random)
     assert (found.data_ptr() == images.data_ptr()) == last, "a copy only where it is needed"
 
 
-def test_transformers_cuts_what_are_not_bytes_of_one_image(
+def test_transformers_cuts_what_are_not_bytes_of_images(
     pixels: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(pixels.THEIRS, "patchify", lambda self, x, **sizes: (x, sizes))
     sizes = {"patch_size": 14, "merge_size": 2, "temporal_patch_size": 2}
     for images in (
         torch.zeros(1, 3, 28, 28),
-        torch.zeros(2, 3, 28, 28, dtype=torch.uint8),
         torch.zeros(1, 4, 28, 28, dtype=torch.uint8),
         torch.zeros(1, 3, 28, 29, dtype=torch.uint8),
         torch.zeros(1, 3, 28, 28, dtype=torch.uint8, device="meta"),
