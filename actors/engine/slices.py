@@ -9,13 +9,14 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from statistics import median
+from statistics import median_low
 from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
 STRETCH = 1.35
-"""A step and its slices take at most this many times as long as a full step without slices."""
+"""A step and its slices take at most this many times as long as a full step without slices. With
+more, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -25,8 +26,8 @@ PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps whose tokens and contexts differ by less are taken to be equally long."""
-LATELY = 31
-"""The median of the last so many of such steps counts, because a GPU slows down under load."""
+RECENT = 31
+"""Times that are kept of such steps. Their median counts, because a GPU slows down under load."""
 
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
@@ -49,7 +50,7 @@ class StepTimes:
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
-        self._seconds.setdefault(kind, deque(maxlen=LATELY)).append(seconds)
+        self._seconds.setdefault(kind, deque(maxlen=RECENT)).append(seconds)
         self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
 
     def room(self, step: Step) -> tuple[float, bool]:
@@ -58,13 +59,13 @@ class StepTimes:
         most tokens, and of such steps the least context."""
         if self._full is None:
             return 0.0, False
-        full, kind = median(self._seconds[self._full]), self._kind(step)
-        seconds = median(self._seconds[kind]) if kind in self._seconds else full
+        full, kind = median_low(self._seconds[self._full]), self._kind(step)
+        seconds = median_low(self._seconds[kind]) if kind in self._seconds else full
         return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
 
     def room_of_any(self) -> float:
         """Seconds for slices before a step of which nothing is known yet: those of a full one."""
-        return (STRETCH - 1) * median(self._seconds[self._full]) if self._full else 0.0
+        return (STRETCH - 1) * median_low(self._seconds[self._full]) if self._full else 0.0
 
     def _kind(self, step: Step) -> Step:
         return Step(step.tokens // TOKENS_APART, step.context // CONTEXT_APART)

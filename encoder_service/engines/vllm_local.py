@@ -65,7 +65,7 @@ KEYS = {
 }
 """vLLM's names for an item's patches and its grid, by modality."""
 TEMPORAL_PATCH_SIZE = 2
-"""Of these families. vLLM's patches have an image's pixels so many times."""
+"""Of these families. vLLM's patches have every pixel of an image so many times."""
 
 
 LAUNCHED_SECONDS = 0.005
@@ -179,16 +179,12 @@ class LocalEncoder:
             self.items[name] = item
             item.requests.add(request.request_id)
         if item is None or (item.done and not item.encoded):
-            self.leave(feature, request.request_id)
+            self.leave(name, request.request_id)
             return True
         return item.done
 
-    def leave(self, feature: Any, request_id: str) -> None:
+    def leave(self, name: str, request_id: str) -> None:
         """Leaves an item to vLLM's tower. Counts it once, because vLLM asks again and again."""
-        pixels, grid = data_of(feature)
-        if pixels is not None and grid is not None and is_whole(pixels.data, self.spec):
-            pixels.data = as_vllm_cuts(pixels.data, grid.data.tolist(), block_sizing(self.spec))
-        name = feature.identifier
         names = self.left.setdefault(request_id, set())
         if name not in names:
             names.add(name)
@@ -203,7 +199,7 @@ class LocalEncoder:
         adapted = getattr(feature, "mm_hash", None) not in (None, feature.identifier)
         if feature.modality not in self.spec.kinds or adapted:
             return None
-        pixels, grid = data_of(feature)
+        pixels, grid = pixels_and_grid(feature)
         if pixels is None or grid is None:  # it has its own rows
             return None
         rows, columns = grid.data.tolist()[-2:]
@@ -300,30 +296,41 @@ def failed(rows: Future[Tensor], error: BaseException) -> None:
         rows.set_exception(error)
 
 
-def data_of(feature: Any) -> tuple[Any, Any]:
-    """An item's patches and its grid, as vLLM wraps them. Those that it lacks are None."""
-    patches, grid = KEYS.get(feature.modality, ("", ""))
+def pixels_and_grid(feature: Any) -> tuple[Any, Any]:
+    """Those of an item, as vLLM wraps them. Pixels are patches, or an image that vllm_pixels.py has
+    kept whole. What the item lacks is None."""
+    pixels, grid = KEYS.get(feature.modality, ("", ""))
     data = feature.data or {}
-    return data.get(patches), data.get(grid)
+    return data.get(pixels), data.get(grid)
 
 
 def is_whole(pixels: Tensor, spec: ModelSpec) -> bool:
-    """Whether vllm_pixels.py has kept an image whole, in place of vLLM's patches."""
+    """Whether these are an image that vllm_pixels.py kept whole. vLLM's patches are wider."""
     return pixels.shape[1:] == (3 * spec.sizing.patch_size**2,)
 
 
 def cut(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
-    """Cuts such an image into patches, uint8 [patches, 3 x patch x patch]."""
+    """Cuts an image that was kept whole into patches, uint8 [patches, 3 x patch x patch]."""
     patch, (_, rows, columns) = sizing.patch_size, grid
     image = pixels.view(rows * patch, columns * patch, 3).permute(2, 0, 1)
     return cut_blocks(image, patch, sizing.merge_size)
 
 
 def as_vllm_cuts(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
-    """Such an image as vLLM's tower takes it, uint8 [patches, 3 x temporal x patch x patch]."""
+    """Cuts it into vLLM's patches, uint8 [patches, 3 x temporal x patch x patch]."""
     once = cut(pixels, grid, sizing)
     channels = once.view(len(once), 3, 1, -1)
     return channels.expand(-1, -1, TEMPORAL_PATCH_SIZE, -1).reshape(len(once), -1)
+
+
+def cut_for_vllm(feature: Any, spec: ModelSpec) -> None:
+    """Gives vLLM's tower the patches of an image that was kept whole."""
+    try:
+        pixels, grid = pixels_and_grid(feature)
+        if pixels is not None and is_whole(pixels.data, spec):
+            pixels.data = as_vllm_cuts(pixels.data, grid.data.tolist(), block_sizing(spec))
+    except Exception as error:  # may not end vLLM's scheduler
+        log.error("an image cannot be cut for vLLM's tower: %r", error)
 
 
 def block_sizing(spec: ModelSpec) -> BlockSizing:
@@ -373,7 +380,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
             if pixels := sys.modules.get("encoder_service.engines.vllm_pixels"):
-                vars(pixels)["tower_is_here"] = True
+                vars(pixels)["engine_is_here"] = True
             LocalConnector.encoder = open_encoder(vllm_config)
         elif LocalConnector.encoder is None:
             raise ValueError(
@@ -432,7 +439,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         return item is not None and item.encoded
 
     def update_state_after_alloc(self, request: Any, index: int) -> None:
-        """Hands item `index` to the worker with the next step, if the engine has encoded it."""
+        """Hands item `index` to the worker with the next step, if the engine has encoded it.
+        Otherwise vLLM's tower encodes it in that step."""
         encoder, name = the(self.encoder), request.mm_features[index].identifier
         encoder.ready.discard(request.request_id)
         if self.has_cache_item(name):
@@ -444,6 +452,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             encoder.stats.loaded(item.size_bytes, item.time.seconds)
             if encoder.encoded == 1:
                 log.info("the engine encoded its first item")
+        else:  # the engine cannot encode it, or vLLM's encoder cache has just evicted its rows
+            cut_for_vllm(request.mm_features[index], encoder.spec)
 
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
         """Called at the end of every schedule."""

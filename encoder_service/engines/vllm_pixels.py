@@ -40,9 +40,9 @@ THEIRS: dict[str, Any] = {
     name: getattr(Qwen2VLImageProcessor, name, None) for name in ("process_image", "patchify")
 }
 """transformers' methods that ours replace."""
-tower_is_here = False
-"""Whether vLLM's engine runs in this process too, as its `LLM` can, or as in a fork of its API
-process. vLLM's tower, which it tries at start, needs patches."""
+engine_is_here = False
+"""Whether vLLM's engine runs in this process: its `LLM` without multiprocessing, or a fork of the
+API process. It tries its tower with this image processor, and the tower needs patches."""
 
 
 def use(renderer: Any) -> None:
@@ -113,7 +113,8 @@ def patchify(
 ) -> Any:
     """Returns the pixels of images, uint8 [images, patches, 3 x patch x patch]: none is cut, each
     image is [height, width, 3] in memory. And rows and columns. vLLM's patches have 3 x temporal x
-    patch x patch columns: fewer tell vllm_local.py that nothing was cut."""
+    patch x patch columns: fewer tell vllm_local.py that nothing was cut. All images of a request
+    must be kept whole, or none. `images` may be several: transformers 5.15 groups equal sizes."""
     count, channels, height, width = images.shape
     block = patch_size * merge_size
     if (
@@ -122,8 +123,8 @@ def patchify(
         or channels != 3
         or height % block
         or width % block
-        or temporal_patch_size == 1
-        or tower_is_here
+        or temporal_patch_size != 2  # as vllm_local.py assumes
+        or engine_is_here
     ):
         return THEIRS["patchify"](
             self,

@@ -37,7 +37,7 @@ from encoder_service.llm.prompt import (
 from encoder_service.llm.spec import LlmSpec, read
 from tests.checkpoints import write
 from tests.parity.conftest import Pair, made
-from tests.parity.test_tower import encode, pixel_values, random_patches
+from tests.parity.test_tower import encode, pixel_values, random_packed
 from tests.parity.test_video import cut
 
 pytestmark = pytest.mark.extended
@@ -224,7 +224,7 @@ class Seen:
 
 def image(pair: Pair, size: Size) -> Seen:
     plan = pair.tower.spec.sizing.plan(size)
-    patches = random_patches(pair.tower, [plan])
+    patches = random_packed(pair.tower, [plan])
     rows = encode(pair.tower, [plan], patches, plan.tokens + 3, segments=8)
     return Seen(place(media(plan), None), rows, pixel_values(pair, [plan], patches))
 

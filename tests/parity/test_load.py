@@ -19,14 +19,14 @@ from actors.models.tensors import INDEX, SINGLE
 from actors.options import ModelOptions
 from tests.checkpoints import write
 from tests.parity.conftest import Pair
-from tests.parity.test_tower import encode, random_patches, theirs
+from tests.parity.test_tower import encode, random_packed, theirs
 
 
 def same_rows(pair: Pair, folder: Path) -> bool:
     """Whether the tower in a folder computes what the pair's reference does."""
     tower = load(ModelOptions(id=str(folder), dtype="float32"), torch.device("cpu"))
     plan = patchifier_of(pair.tower.spec).patchify(torch.zeros(3, 96, 64, dtype=torch.uint8))[0]
-    patches = random_patches(pair.tower, [plan])
+    patches = random_packed(pair.tower, [plan])
     ours = encode(tower, [plan], patches, plan.tokens, segments=1)
     return bool((ours - theirs(pair, [plan], patches)).abs().max() < 1e-4)
 

@@ -24,7 +24,7 @@ from tests.parity.test_tower import (
     encode,
     features,
     pixel_values,
-    random_patches,
+    random_packed,
     rows_of,
 )
 from tests.parity.test_video import cut
@@ -67,7 +67,7 @@ def of_patches(pair: Pair, mask: Tensor) -> Tensor:
 def test_equals_transformers_on_what_is_kept(pair: Pair, spare: int) -> None:
     plans = wholes(pair)
     kept = masks(plans)
-    patches = [random_patches(pair.tower, [plan]) for plan in plans]
+    patches = [random_packed(pair.tower, [plan]) for plan in plans]
     pruned = [
         plan.pruned(np.packbits(mask.numpy()).tobytes())
         for plan, mask in zip(plans, kept, strict=True)
@@ -87,7 +87,7 @@ def test_beside_a_video_in_a_graph_for_videos(pair: Pair) -> None:
     film, _ = cut(pair, Clip(Size(130, 200), frames=5, fps=1, chosen=True))
     whole = wholes(pair)[0]
     (kept, *_) = masks(wholes(pair))
-    patches = random_patches(pair.tower, [whole])[of_patches(pair, kept)]
+    patches = random_packed(pair.tower, [whole])[of_patches(pair, kept)]
     image = Item(whole.pruned(np.packbits(kept.numpy()).tobytes()), patches.numpy())
     graphs = GraphSet(pair.tower, "default", (512,), Segments(4, 64, 4), Device())
     graphs.capture(lambda budget, seconds: None)

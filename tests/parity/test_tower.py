@@ -45,7 +45,7 @@ def test_equals_transformers(pair: Pair, sizes: Sequence[Size], spare: int) -> N
 def known(pair: Pair, sizes: tuple[Size, ...]) -> tuple[list[ItemPlan], Tensor, Tensor]:
     """Plans, random patches and transformers' rows: the same for every budget."""
     plans = [pair.tower.spec.sizing.plan(size) for size in sizes]
-    patches = random_patches(pair.tower, plans)
+    patches = random_packed(pair.tower, plans)
     return plans, patches, theirs(pair, plans, patches)
 
 
@@ -63,7 +63,7 @@ def test_vision_towers_beside_audio_towers(
     assert tower.spec.kinds == ("image",)
     pair = Pair(reference.thinker, tower, tmp_path, model_type)
     plans = [tower.spec.sizing.plan(size) for size in (Size(640, 480), Size(96, 300))]
-    patches = random_patches(tower, plans)
+    patches = random_packed(tower, plans)
     ours = encode(tower, plans, patches, sum(plan.tokens for plan in plans) + 5, segments=4)
     check(model_type, ours, theirs(pair, plans, patches))
 
@@ -78,7 +78,7 @@ def test_rotary_frequencies_are_those_of_the_configuration(model_type: str, tmp_
     tower = load(ModelOptions(id=str(tmp_path), dtype="float32"), torch.device("cpu"))
     pair = Pair(reference, tower, tmp_path, model_type)
     plans = [tower.spec.sizing.plan(size) for size in (Size(640, 480), Size(96, 300))]
-    patches = random_patches(tower, plans)
+    patches = random_packed(tower, plans)
     ours = encode(tower, plans, patches, sum(plan.tokens for plan in plans), segments=4)
     check(model_type, ours, theirs(pair, plans, patches))
 
@@ -87,7 +87,7 @@ def test_temporal_groups_are_segments_of_their_own(pair: Pair) -> None:
     if not pair.model_type.startswith(("qwen", "exaone")):
         pytest.skip("transformers has another entry for this family's videos")
     plan = ItemPlan((3, 4, 6), 72, 18, (18,), frames=6)
-    patches = random_patches(pair.tower, [plan])
+    patches = random_packed(pair.tower, [plan])
     ours = encode(pair.tower, [plan], patches, 32, segments=8)
     check(pair.model_type, ours, theirs(pair, [plan], patches))
 
@@ -95,11 +95,11 @@ def test_temporal_groups_are_segments_of_their_own(pair: Pair) -> None:
 def test_a_buffer_full_of_an_earlier_pack_changes_nothing(pair: Pair) -> None:
     big, small = (pair.tower.spec.sizing.plan(Size(side, side)) for side in (320, 96))
     buffers = static(pair.tower, big.tokens + 30, 8)
-    stage(pair.tower, buffers, [big], random_patches(pair.tower, [big]), 8)
+    stage(pair.tower, buffers, [big], random_packed(pair.tower, [big]), 8)
     pair.tower.forward("default", buffers)
     shapes = pair.tower.inputs("default", small.tokens + 3, 8)
     first = {name: buffers[name][: shape[0]] for name, (shape, _) in shapes.items()}
-    patches = random_patches(pair.tower, [small])
+    patches = random_packed(pair.tower, [small])
     for smaller in (buffers, first):
         stage(pair.tower, smaller, [small], patches, 8)
         ours = pair.tower.forward("default", smaller)
@@ -110,7 +110,7 @@ def test_a_buffer_full_of_an_earlier_pack_changes_nothing(pair: Pair) -> None:
 
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     plans = [pair.tower.spec.sizing.plan(Size(320, 240))]
-    patches = random_patches(pair.tower, plans)
+    patches = random_packed(pair.tower, plans)
     exact = theirs(pair, plans, patches)
     options = ModelOptions(id=str(pair.folder), dtype="bfloat16")
     rounded = load(options, torch.device("cpu"))
@@ -124,7 +124,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(pair: Pair) -> None:
     assert (ours - exact).norm() <= 1.1 * (theirs_rounded - exact).norm()
 
 
-def random_patches(tower: Tower, plans: Sequence[ItemPlan]) -> Tensor:
+def random_packed(tower: Tower, plans: Sequence[ItemPlan]) -> Tensor:
     """uint8 [patches of all, bytes of a patch]."""
     generator = torch.Generator().manual_seed(len(plans))
     rows = sum(plan.patches for plan in plans)

@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from io import StringIO
+from io import BytesIO, StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from rich.console import Console
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -124,6 +126,11 @@ def test_times_are_those_that_a_reader_sees(console: Console) -> None:
     assert found[1].per_second <= 3 / (FIRST_SECONDS + 3 * BETWEEN_SECONDS)
     images = server.images()
     assert len(set(images)) == len(images) > 20
+    for url in images:
+        kind, _, data = url.partition(",")
+        assert kind == "data:image/jpeg;base64"
+        with Image.open(BytesIO(b64decode(data))) as image:
+            assert (image.format, image.size) == ("JPEG", (64, 64))
 
 
 def test_arrivals_do_not_wait_for_answers() -> None:
@@ -164,7 +171,7 @@ def test_images_are_sent_by_id_once_they_are_encoded() -> None:
             answers.connected("by id", [url], encoder) as one,
         ):
             assert not (await one.ask([], 0, 1)).error
-            return await one.ask([jpeg(64, 64), jpeg(96, 64)], 1, 4)
+            return await one.ask(list(map(b64encode, (jpeg(64, 64), jpeg(96, 64)))), 1, 4)
 
     found = asyncio.run(run())
     assert not found.error

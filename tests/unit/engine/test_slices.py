@@ -23,8 +23,8 @@ from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.slices import (
     LAST_SLICES,
-    LATELY,
     PASSES,
+    RECENT,
     SLICES,
     STRETCH,
     Pace,
@@ -246,10 +246,10 @@ def test_the_median_of_late_full_steps_counts() -> None:
         return times.room_of_any() / (STRETCH - 1)
 
     times.add(Step(640, 600), 40)  # more context
-    for seconds, expected in ((30, 30), (12, 21), (20, 20), (90, 25)):
+    for seconds, expected in ((30, 30), (12, 12), (20, 20), (90, 20)):
         times.add(Step(640, 0), seconds)
         assert full() == pytest.approx(expected)
-    for _ in range(LATELY):
+    for _ in range(RECENT):
         times.add(Step(640, 0), 14)
         times.add(Step(640, 600), 40)
         times.add(Step(639, 0), 3)  # fewer tokens

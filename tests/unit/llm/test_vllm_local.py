@@ -217,12 +217,12 @@ def test_images_are_not_kept_whole_in_the_process_of_vllms_tower(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pixels: Any = ModuleType("vllm_pixels")
-    pixels.tower_is_here = False
+    pixels.engine_is_here = False
     monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_pixels", pixels)
     vllm_local = import_module("encoder_service.engines.vllm_local")
     monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
     connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
-    assert pixels.tower_is_here
+    assert pixels.engine_is_here
 
 
 class StubEngine:
@@ -519,14 +519,6 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
         ),
     ]
     left[0].mm_features[0].mm_position.length = 3
-    columns = 3 * stubbed.spec.sizing.patch_size**2
-    whole = elements(
-        pixel_values=torch.zeros(66 * 4, columns, dtype=torch.uint8),
-        image_grid_thw=torch.tensor([1, 66, 4]),
-    )
-    left.append(stubbed.images("whole", "h", rows=66, data=whole))
-    assert stubbed.step(*left) == left
-    assert whole["pixel_values"].data.shape == (66 * 4, 2 * columns), "vLLM's patches"
     assert stubbed.step(*left) == left
     assert stubbed.cache == {}
     stubbed.engine.fails = "out of memory"
@@ -535,6 +527,40 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
     stubbed.until(request)
     assert stubbed.cache == {}
     assert not stubbed.engine.submitted
+
+
+def test_vllms_tower_gets_patches_of_what_it_encodes_after_all(stubbed: Stubbed) -> None:
+    columns = 3 * stubbed.spec.sizing.patch_size**2
+
+    def whole(name: str, rows: int = 4) -> Images:
+        pixels = torch.zeros(4 * rows, columns, dtype=torch.uint8)
+        grid = torch.tensor([1, rows, 4])
+        return stubbed.images(
+            name, name, rows=rows, data=elements(pixel_values=pixels, image_grid_thw=grid)
+        )
+
+    def scheduled(request: Images) -> tuple[int, ...]:
+        """The shape of the pixels that vLLM's tower sees."""
+        stubbed.scheduler.update_state_after_alloc(request, 0)
+        return tuple(request.mm_features[0].data["pixel_values"].data.shape)
+
+    large = whole("large", 66)
+    assert stubbed.step(large) == [large]
+    for _ in range(2):
+        assert scheduled(large) == (66 * 4, 2 * columns)
+    stubbed.engine.fails = "out of memory"
+    failing = whole("failing")
+    stubbed.until(failing)
+    assert scheduled(failing) == (16, 2 * columns)
+    stubbed.engine.fails = ""
+    stubbed.worker.encoder.cached = {"evicted": torch.zeros(4, 8)}  # by the scheduler, just now
+    evicted = whole("evicted")
+    assert stubbed.scheduler.ensure_cache_available(evicted, 0)
+    assert scheduled(evicted) == (16, 2 * columns)
+    broken = whole("broken")
+    broken.mm_features[0].data["pixel_values"].data = None
+    assert scheduled(whole("another")) == (16, 2 * columns)
+    stubbed.scheduler.update_state_after_alloc(broken, 0)  # raises nothing
 
 
 def test_an_id_fails_its_request_alone(stubbed: Stubbed, caplog: pytest.LogCaptureFixture) -> None:

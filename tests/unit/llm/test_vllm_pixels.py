@@ -261,7 +261,7 @@ def test_transformers_cuts_what_are_not_bytes_of_images(
     assert pixels.patchify(None, image, **sizes) == (image, sizes)
     sizes["temporal_patch_size"] = 2
     assert pixels.patchify(None, image, **sizes)[1:] == (2, 2)
-    monkeypatch.setattr(pixels, "tower_is_here", True)
+    monkeypatch.setattr(pixels, "engine_is_here", True)
     assert pixels.patchify(None, image, **sizes) == (image, sizes)
 
 
