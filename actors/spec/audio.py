@@ -8,10 +8,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Self
+from typing import Literal
 
-from actors.spec.sizing import SMALLEST_BUDGET_TOKENS, Defaults, Largest
-from actors.types import ItemPlan, ProcessorKwargs, Size
+from actors.spec.sizing import SMALLEST_BUDGET_TOKENS, NoOptions
+from actors.types import ItemPlan, Size
 
 STRIDE = 2
 """Frames per position: the second convolution of Whisper's encoder skips every other one."""
@@ -35,7 +35,7 @@ model takes if that is less, so that sounds share a graph."""
 
 
 @dataclass(frozen=True, slots=True)
-class AudioSizing(ABC):
+class AudioSizing(NoOptions, ABC):
     """How one family makes log-mel frames of sounds and divides them into windows."""
 
     rate: int  # samples per second
@@ -107,15 +107,6 @@ class AudioSizing(ABC):
     def largest_budget(self) -> int:
         windows = int(min(self.most_seconds, BUDGET_SECONDS) / self.window_seconds)
         return SOUNDS_PER_BUDGET * windows * self.window_tokens
-
-    def defaults(self) -> Defaults:
-        return {}
-
-    def largest(self, tokens: int) -> Largest:
-        return {}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return self
 
 
 @dataclass(frozen=True, slots=True)

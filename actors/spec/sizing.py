@@ -88,8 +88,23 @@ class ViewSizing(Sizing, Protocol):
         """The default largest token budget of both paths, at most `most`."""
 
 
+class NoOptions:
+    """Of a sizing for which a request may set nothing."""
+
+    __slots__ = ()
+
+    def defaults(self) -> Defaults:
+        return {}
+
+    def largest(self, tokens: int) -> Largest:
+        return {}
+
+    def asked(self, kwargs: ProcessorKwargs) -> Self:
+        return self
+
+
 @dataclass(frozen=True, slots=True)
-class BlockSizing(ABC):
+class BlockSizing(NoOptions, ABC):
     """Resizes an image to one grid of merge blocks, which is one attention segment."""
 
     patch_size: int
@@ -106,15 +121,6 @@ class BlockSizing(ABC):
     @abstractmethod
     def largest_tokens(self) -> int:
         """An upper bound on the tokens of any plan."""
-
-    def defaults(self) -> Defaults:
-        return {}
-
-    def largest(self, tokens: int) -> Largest:
-        return {}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return self
 
     def token_range(self) -> tuple[int, int]:
         largest = self.largest_tokens()

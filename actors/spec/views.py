@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
-from actors.spec.sizing import MAX_ASPECT, Defaults, Largest, check_aspect
+from actors.spec.sizing import MAX_ASPECT, Defaults, Largest, NoOptions, check_aspect
 from actors.spec.tiles import Layout, StretchedTiles, layouts
 from actors.types import ItemPlan, ProcessorKwargs, Size
 
@@ -174,7 +174,7 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowSizing:
+class WindowSizing(NoOptions):
     """The crops are square windows, resized to one size (Step3).
 
     Equal to transformers.models.step3p7: Step3p7ImageProcessor._plan_patches.
@@ -218,15 +218,6 @@ class WindowSizing:
         strip = self.longest_pixels // max(1, self.longest_pixels // MAX_ASPECT) + 1
         whole, crop = self.view_tokens
         return whole, whole + max(square**2, strip) * crop
-
-    def defaults(self) -> Defaults:
-        return {}
-
-    def largest(self, tokens: int) -> Largest:
-        return {}
-
-    def asked(self, kwargs: ProcessorKwargs) -> Self:
-        return self
 
     def largest_budget(self, most: int) -> int:
         """More would use the GPU no better and take more memory."""
