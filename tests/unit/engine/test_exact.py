@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import pytest
@@ -173,18 +172,21 @@ def test_the_options_of_mode_exact() -> None:
 
 
 class Slow(ToyTower):
-    """A forward takes a millisecond, and a tenth of one for each token."""
+    """A forward takes a millisecond, and a tenth of one for each token, by its own clock."""
+
+    now = 0.0
 
     def forward(self, path: str, values: Values) -> Tensor:
-        time.sleep(0.001 + len(values["patches"]) / 4 / 10_000)
+        self.now += 0.001 + len(values["patches"]) / 4 / 10_000
         return super().forward(path, values)
 
 
-def test_a_cpu_does_not_run_every_budget_before_items_come() -> None:
+def test_a_cpu_does_not_run_every_budget_before_items_come(monkeypatch: pytest.MonkeyPatch) -> None:
     ladder = graduated(4, 16_384, 8, 4)
     budgets = Capacity((ladder,), (16_384,), items=8, frames=0)
     device, tower = Device(), Slow()
     device.measuring_seconds = 0.03
+    monkeypatch.setattr("actors.engine.graphs.perf_counter", lambda: tower.now)
     graphs = capture(tower, budgets, device, EncoderMetrics())
     assert tower.forwards == 0
     packing = choose_packing(PackingOptions(), graphs)
