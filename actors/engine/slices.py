@@ -16,7 +16,7 @@ POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device 
 
 STRETCH = 1.35
 """A step and its slices take at most this many times as long as a full step without slices. With
-more, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
+1.5, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3

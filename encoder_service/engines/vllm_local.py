@@ -452,7 +452,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             encoder.stats.loaded(item.size_bytes, item.time.seconds)
             if encoder.encoded == 1:
                 log.info("the engine encoded its first item")
-        else:  # the engine cannot encode it, or vLLM's encoder cache has just evicted its rows
+        elif name not in encoder.loading:  # left to vLLM, or its rows have just been evicted
             cut_for_vllm(request.mm_features[index], encoder.spec)
 
     def build_connector_meta(self, scheduler_output: Any) -> LoadedRows:
