@@ -17,14 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from base64 import b64decode, b64encode
+from base64 import b64encode
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from io import BytesIO
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -36,7 +35,7 @@ from rich.table import Table
 
 from actors.errors import StartError
 from encoder_service.bench.cluster import free_ports
-from encoder_service.bench.mix import Shape, picture
+from encoder_service.bench.mix import Shape, picture, stamped
 from encoder_service.client import AsyncClient, ServiceError
 from encoder_service.client.transports import unreachable
 from encoder_service.engines.vllm import CONNECTOR
@@ -52,8 +51,10 @@ STREAMS_SECONDS = 0.5
 SETTLED = 0.25
 """With a fixed number in flight, answers that end in this first part of the phase do not count."""
 PROMPT = "What is in these pictures? Answer in a few words."
+PICTURES = 4
+"""Different pictures of a size. They are drawn when the first request of the size is made."""
 Images = list[bytes]
-"""JPEGs in base64."""
+"""JPEGs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,29 +190,24 @@ class OpenAiServer:
     async def parts(self, images: Images) -> list[dict[str, Any]]:
         """The parts of a chat message, for `filled`. Raises ServiceError, ValueError."""
         if self.encoder and images:
-            kept = await self.encoder.encode(list(map(b64decode, images)), reference=True)
+            kept = await self.encoder.encode(images, reference=True)
             return [one.to_vllm() for one in kept]
         return [{"type": "image_url", "image_url": {"url": ""}} for _ in images]
 
 
 class Pictures:
-    """Generates the images of requests in separate processes, before they are sent."""
+    """The images of requests: files that all differ, of few pictures."""
 
     def __init__(self, repeated: float) -> None:
         self.repeated = repeated
         self.made = 0
         self.earlier: defaultdict[Kind, list[Images]] = defaultdict(list)
-        self.pool = ProcessPoolExecutor(os.cpu_count(), get_context("spawn"))
 
-    async def of(self, kind: Kind, count: int) -> list[Images]:
-        if not any(kind.requests):
-            return [[] for _ in range(count)]
-        loop, random, made = asyncio.get_running_loop(), Random(self.made), []
+    def of(self, kind: Kind, count: int) -> list[Images]:
+        found, random = [], Random(self.made)
         for sizes in random.choices(kind.requests, k=count):
-            made.append(loop.run_in_executor(self.pool, drawn, sizes, self.made))
-            self.made += len(sizes)
-        found = list(await asyncio.gather(*made))
-        if self.repeated:
+            found.append([self.next(size) for size in sizes])
+        if self.repeated and any(kind.requests):
             random, earlier = Random(self.made), self.earlier[kind]
             for place in range(count):
                 if earlier and random.random() < self.repeated:
@@ -219,9 +215,12 @@ class Pictures:
                 earlier.append(found[place])
         return found
 
+    def next(self, size: Shape) -> bytes:
+        self.made += 1
+        return stamped(drawn(*size, self.made % PICTURES), self.made)
 
-def drawn(sizes: Sequence[Shape], first: int) -> Images:
-    return [b64encode(picture(*size, first + place)) for place, size in enumerate(sizes)]
+
+drawn = cache(picture)
 
 
 def filled(body: dict[str, Any], images: Images) -> bytes:
@@ -230,7 +229,7 @@ def filled(body: dict[str, Any], images: Images) -> bytes:
     first, *others = json.dumps(body).encode().split(b'"url": ""')
     pieces = [first]
     for image, other in zip(images, others, strict=True):
-        pieces += [b'"url": "data:image/jpeg;base64,', image, b'"', other]
+        pieces += [b'"url": "data:image/jpeg;base64,', b64encode(image), b'"', other]
     return b"".join(pieces)
 
 
@@ -243,27 +242,24 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
         found.append(one)
         console.print(line(one))
 
-    try:
-        for kind in plan.kinds:
-            for number, images in enumerate(await pictures.of(kind, WARM_UPS)):
-                await server.ask(images, number, plan.tokens)
-            for per_second in plan.per_second:
-                images_of = await pictures.of(kind, max(1, round(per_second * plan.seconds)))
-                began = time.perf_counter()
-                answers = await arrivals(server, images_of, per_second, plan.tokens)
-                ended(f"{kind.name}, {per_second:g}/s", answers, time.perf_counter() - began)
-            answers, seconds = await saturated(server, plan, kind, pictures)
-            ended(f"{kind.name}, {plan.in_flight} in flight", answers, seconds)
-            if plan.streams:
-                per_second = plan.per_second[0] if any(kind.requests) else 0.0
-                count = round(per_second * plan.seconds)
-                images_of = await pictures.of(kind, count)
-                began = time.perf_counter()
-                answers = await beside(server, plan, images_of, per_second)
-                load = f"{plan.streams} text streams beside {kind.name}, {per_second:g}/s"
-                ended(load, answers, time.perf_counter() - began)
-    finally:
-        pictures.pool.shutdown(cancel_futures=True)
+    for kind in plan.kinds:
+        for number, images in enumerate(pictures.of(kind, WARM_UPS)):
+            await server.ask(images, number, plan.tokens)
+        for per_second in plan.per_second:
+            images_of = pictures.of(kind, max(1, round(per_second * plan.seconds)))
+            began = time.perf_counter()
+            answers = await arrivals(server, images_of, per_second, plan.tokens)
+            ended(f"{kind.name}, {per_second:g}/s", answers, time.perf_counter() - began)
+        answers, seconds = await saturated(server, plan, kind, pictures)
+        ended(f"{kind.name}, {plan.in_flight} in flight", answers, seconds)
+        if plan.streams:
+            per_second = plan.per_second[0] if any(kind.requests) else 0.0
+            count = round(per_second * plan.seconds)
+            images_of = pictures.of(kind, count)
+            began = time.perf_counter()
+            answers = await beside(server, plan, images_of, per_second)
+            load = f"{plan.streams} text streams beside {kind.name}, {per_second:g}/s"
+            ended(load, answers, time.perf_counter() - began)
     return found
 
 
@@ -288,17 +284,14 @@ async def saturated(
     seconds that they stand for: their summed durations over the number in flight. Counting answers
     per second would mislead, because requests start in waves."""
     answers: list[Streamed] = []
-    ready = await pictures.of(kind, plan.in_flight)
+    ready = pictures.of(kind, plan.in_flight)
     began = time.perf_counter()
     end = began + plan.seconds
 
     async def reader(images: Images) -> None:
         while time.perf_counter() < end:
-            (following,), answer = await asyncio.gather(
-                pictures.of(kind, 1), server.ask(images, len(answers), plan.tokens)
-            )
-            answers.append(answer)
-            images = following
+            answers.append(await server.ask(images, len(answers), plan.tokens))
+            (images,) = pictures.of(kind, 1)
 
     await asyncio.gather(*map(reader, ready))
     settled = began + SETTLED * plan.seconds

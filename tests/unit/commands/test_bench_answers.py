@@ -9,9 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from base64 import b64decode, b64encode
+from base64 import b64decode
 from collections.abc import AsyncIterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BytesIO, StringIO
@@ -86,13 +85,7 @@ class Server:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Instead of processes, which take seconds to start."""
-    monkeypatch.setattr(answers, "ProcessPoolExecutor", lambda count, _: ThreadPoolExecutor(count))
-
-
-@pytest.fixture
-def console(threads: None) -> Console:
+def console() -> Console:
     return Console(file=StringIO(), width=200)
 
 
@@ -171,7 +164,7 @@ def test_images_are_sent_by_id_once_they_are_encoded() -> None:
             answers.connected("by id", [url], encoder) as one,
         ):
             assert not (await one.ask([], 0, 1)).error
-            return await one.ask(list(map(b64encode, (jpeg(64, 64), jpeg(96, 64)))), 1, 4)
+            return await one.ask([jpeg(64, 64), jpeg(96, 64)], 1, 4)
 
     found = asyncio.run(run())
     assert not found.error
@@ -252,14 +245,11 @@ def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         asyncio.run(run())
 
 
-async def test_requests_with_many_images_share_none() -> None:
+def test_requests_with_many_images_share_none() -> None:
     pictures = answers.Pictures(repeated=0)
-    try:
-        requests = await pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
-        requests += await pictures.of(Kind("1", (((32, 32),),)), 2)
-        mixed = await pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
-    finally:
-        pictures.pool.shutdown()
+    requests = pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
+    requests += pictures.of(Kind("1", (((32, 32),),)), 2)
+    mixed = pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
     images = [image for request in requests for image in request]
     assert len(set(images)) == len(images) == 42
     assert {len(request) for request in mixed} == {0, 2}
