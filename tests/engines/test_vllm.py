@@ -11,9 +11,11 @@ import subprocess
 import sys
 from base64 import b64encode
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from tempfile import gettempdir
 from typing import Any
 
@@ -24,6 +26,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from actors.rpc.server import DIRECTORY_PREFIX
 from encoder_service import Client, Embedding
 from encoder_service.bench.cluster import cluster, free_ports, logical_cpus, service
+from encoder_service.bench.mix import picture
 from encoder_service.config import ServiceOptions
 from encoder_service.engines.openai_proxy import UPSTREAM_TIMEOUT_SECONDS
 from encoder_service.engines.vllm import CONNECTOR
@@ -214,6 +217,32 @@ def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engi
     assert_same(answer(engines.local, image), answer(engines.whole, image))
     assert "vLLM encodes an item itself" in engines.local_log
     assert metrics(engines.local)["left_total"] == 1
+
+
+def test_images_that_vllm_evicts_and_needs_again_are_answered(engines: Engines) -> None:
+    """Its encoder cache has room for few of these. Some are evicted in the very step that schedules
+    a request for them, so that its tower must encode them at once."""
+    if engines.family != "qwen3_vl":
+        pytest.skip("for one family")
+    extra = {"place": "local", "graphs": {"token_budgets": [64, 256]}}
+    options = {
+        "limit_mm_per_prompt": TOWER,
+        "max_num_batched_tokens": "256",
+        "ec_transfer_config": CONNECTOR | {"ec_connector_extra_config": extra},
+    }
+    images = [[shown(picture(288, 352, seed))] for seed in range(30)]  # 99 tokens each
+    expected = [answer(engines.whole, image, max_tokens=2) for image in images]
+    random = Random(1)
+    with (
+        vllm(PYTHON, engines.folder, "small", **options) as url,
+        ThreadPoolExecutor(8) as threads,
+    ):
+        for _ in range(20):
+            some = random.sample(range(30), 14)
+            asked = [random.choice(some) for _ in range(60)]
+            found = threads.map(lambda one: answer(url, images[one], max_tokens=2), asked)
+            for one, place in zip(found, asked, strict=True):
+                assert_same(one, expected[place])
 
 
 def test_vllms_metrics_count_what_was_loaded(engines: Engines) -> None:
