@@ -16,7 +16,8 @@ POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device 
 
 STRETCH = 1.35
 """A step and its slices take at most this many times as long as a full step without slices. With
-1.5, the p99 between tokens was more than half of vLLM's own at some loads (docs/history)."""
+1.5 times the shortest, the p99 between tokens was more than half of vLLM's own at some loads
+(docs/history)."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -27,7 +28,8 @@ PASSES = 7
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps whose tokens and contexts differ by less are taken to be equally long."""
 RECENT = 31
-"""Times that are kept of such steps. Their median counts, because a GPU slows down under load."""
+"""So many measurements of such steps are kept. Their median counts, because a GPU slows down under
+load."""
 
 Slice = tuple[float, Callable[[], object]]
 """Its seconds on the device, and the function that launches it."""
@@ -42,7 +44,7 @@ class Step(NamedTuple):
 
 
 class StepTimes:
-    """How long steps take without their slices, as measured of late."""
+    """How long steps have recently taken without their slices."""
 
     def __init__(self) -> None:
         self._seconds: dict[Step, deque[float]] = {}

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -37,13 +36,18 @@ from actors.engine.engine import Engine
 from actors.engine.slices import Step
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
-from actors.media.patchify import cut_blocks
 from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
 from actors.spec.model_spec import ModelSpec
-from actors.spec.sizing import BlockSizing, WindowedSizing
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
+from encoder_service.engines import vllm_patches
+from encoder_service.engines.vllm_patches import (
+    block_sizing,
+    cut_for_vllm,
+    patches_of,
+    pixels_and_grid,
+)
 from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
@@ -59,14 +63,6 @@ TOWERS = {
 RAW_PIXELS = {"do_rescale": False, "do_normalize": False}
 """--mm-processor-kwargs with which patches stay bytes, which are normalised on the device."""
 LEFT = "vLLM encodes an item itself (vllm:encoder_service_left_total counts them): %s"
-KEYS = {
-    "image": ("pixel_values", "image_grid_thw"),
-    "video": ("pixel_values_videos", "video_grid_thw"),
-}
-"""vLLM's names for an item's patches and its grid, by modality."""
-TEMPORAL_PATCH_SIZE = 2
-"""Of these families. vLLM's patches have every pixel of an image so many times."""
-
 
 LAUNCHED_SECONDS = 0.005
 """How long scheduling waits for the engine's thread after the last slice of an image has been
@@ -296,79 +292,6 @@ def failed(rows: Future[Tensor], error: BaseException) -> None:
         rows.set_exception(error)
 
 
-def pixels_and_grid(feature: Any) -> tuple[Any, Any]:
-    """Those of an item, as vLLM wraps them. Pixels are patches, or an image that vllm_pixels.py has
-    kept whole. What the item lacks is None."""
-    pixels, grid = KEYS.get(feature.modality, ("", ""))
-    data = feature.data or {}
-    return data.get(pixels), data.get(grid)
-
-
-def is_whole(pixels: Tensor, spec: ModelSpec) -> bool:
-    """Whether these are an image that vllm_pixels.py kept whole. vLLM's patches are wider."""
-    return pixels.shape[1:] == (3 * spec.sizing.patch_size**2,)
-
-
-def cut(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
-    """Cuts an image that was kept whole into patches, uint8 [patches, 3 x patch x patch]."""
-    patch, (_, rows, columns) = sizing.patch_size, grid
-    image = pixels.view(rows * patch, columns * patch, 3).permute(2, 0, 1)
-    return cut_blocks(image, patch, sizing.merge_size)
-
-
-def as_vllm_cuts(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
-    """Cuts it into vLLM's patches, uint8 [patches, 3 x temporal x patch x patch]."""
-    once = cut(pixels, grid, sizing)
-    channels = once.view(len(once), 3, 1, -1)
-    return channels.expand(-1, -1, TEMPORAL_PATCH_SIZE, -1).reshape(len(once), -1)
-
-
-def cut_for_vllm(feature: Any, spec: ModelSpec) -> None:
-    """Gives vLLM's tower the patches of an image that was kept whole."""
-    try:
-        pixels, grid = pixels_and_grid(feature)
-        if pixels is not None and is_whole(pixels.data, spec):
-            pixels.data = as_vllm_cuts(pixels.data, grid.data.tolist(), block_sizing(spec))
-    except Exception as error:  # may not end vLLM's scheduler
-        log.error("an image cannot be cut for vLLM's tower: %r", error)
-
-
-def block_sizing(spec: ModelSpec) -> BlockSizing:
-    assert isinstance(spec.sizing, BlockSizing)  # of all TOWERS
-    return spec.sizing
-
-
-def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor, Tensor | None]:
-    """Converts an image, or vLLM's patches, to `Item.patches` and `Item.later`. In vLLM's patches,
-    the frames of a temporal group follow one another within each channel."""
-    if is_whole(pixels, spec):
-        return in_order(cut(pixels, plan.grid_thw, block_sizing(spec)), plan, spec), None
-    size = spec.sizing.patch_size**2
-    channels = pixels.view(len(pixels), 3, -1, size)
-    first = in_order(bytes_of(channels[:, :, 0], spec), plan, spec)
-    if not plan.frames:
-        return first, None
-    return first, in_order(bytes_of(channels[:, :, -1], spec), plan, spec)
-
-
-def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
-    """Converts [patches, 3, pixels], which may be normalised, to uint8 [patches, 3 x pixels]. Exact
-    except for bfloat16 values above 2, which may become the next byte."""
-    if patches.dtype != torch.uint8:
-        mean, std = torch.tensor([spec.mean, spec.std], device=patches.device)[..., None]
-        patches = ((patches.float() * std + mean) * 255).round_().clamp_(0, 255).to(torch.uint8)
-    return patches.flatten(1)
-
-
-def in_order(patches: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
-    """Orders patches by window, as our patchifier does, if the tower has windows."""
-    if not isinstance(spec.sizing, WindowedSizing):
-        return patches
-    order = torch.from_numpy(spec.sizing.order(*plan.grid_thw[1:])[0]).to(patches.device)
-    tokens = patches.view(-1, len(order), spec.sizing.merge_size**2 * patches.shape[1])
-    return tokens[:, order].reshape(patches.shape)
-
-
 class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     """Both halves of the connector. vLLM creates the worker's first, which creates the encoder."""
 
@@ -379,8 +302,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
-            if pixels := sys.modules.get("encoder_service.engines.vllm_pixels"):
-                vars(pixels)["engine_is_here"] = True
+            vllm_patches.engine_is_here = True
             LocalConnector.encoder = open_encoder(vllm_config)
         elif LocalConnector.encoder is None:
             raise ValueError(

@@ -1,9 +1,8 @@
 """Our JPEG decoder in vLLM's API process, for the place "local"; see vllm_plugin.py.
 
-Images are not cut into patches there, but by vllm_local.py in vLLM's engine process, on the GPU:
-pixels take half of the space of vLLM's patches, which have every pixel twice. Pixels and patches
-equal those of vLLM's own code bit for bit, which processes what ours does not. Follows vLLM 0.26 to
-0.33 and transformers 5.15 to 5.24.
+It does not cut images into patches: see vllm_patches.py. Pixels equal those of vLLM's own code bit
+for bit, and that code processes what ours does not. Follows vLLM 0.26 to 0.33 and transformers 5.15
+to 5.24.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, Medi
 from vllm.multimodal.media.image import ImageMediaIO
 
 from actors.media.jpeg import plain_jpeg
-from actors.media.patchify import cut_blocks
+from encoder_service.engines import vllm_patches
+from encoder_service.engines.vllm_patches import as_vllm_cuts, kept_whole
 
 log = logging.getLogger("vllm.encoder_service")
 
@@ -40,9 +40,6 @@ THEIRS: dict[str, Any] = {
     name: getattr(Qwen2VLImageProcessor, name, None) for name in ("process_image", "patchify")
 }
 """transformers' methods that ours replace."""
-engine_is_here = False
-"""Whether vLLM's engine runs in this process: its `LLM` without multiprocessing, or a fork of the
-API process. It tries its tower with this image processor, and the tower needs patches."""
 
 
 def use(renderer: Any) -> None:
@@ -64,12 +61,9 @@ def use(renderer: Any) -> None:
         found, found_grid = preprocessed(processor)
         if unused := {"load_bytes", *OURS} - used.keys():
             raise RuntimeError(f"vLLM or transformers does not call {', '.join(sorted(unused))}")
-        patch, merge = processor.patch_size, processor.merge_size
-        _, rows, columns = grid[0].tolist()
-        image = found.view(rows * patch, columns * patch, 3).permute(2, 0, 1)
-        once = cut_blocks(image, patch, merge).view(-1, 3, 1, patch**2)
-        twice = expected.view(len(once), 3, -1, patch**2)
-        if found.dtype != twice.dtype or not (once == twice).all() or not grid.equal(found_grid):
+        patches = as_vllm_cuts(found, grid[0].tolist(), processor)
+        same = patches.dtype == expected.dtype and patches.equal(expected)
+        if not same or not grid.equal(found_grid):
             raise ValueError("vLLM's pixels or patches differ from ours")
     except Exception:
         registered["http"] = before
@@ -111,10 +105,10 @@ def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
 def patchify(
     self: Any, images: Tensor, patch_size: int, merge_size: int, temporal_patch_size: int
 ) -> Any:
-    """Returns the pixels of images, uint8 [images, patches, 3 x patch x patch]: none is cut, each
-    image is [height, width, 3] in memory. And rows and columns. vLLM's patches have 3 x temporal x
-    patch x patch columns: fewer tell vllm_local.py that nothing was cut. All images of a request
-    must be kept whole, or none. `images` may be several: transformers 5.15 groups equal sizes."""
+    """Returns images that are kept whole (vllm_patches.py), and their rows and columns of patches.
+
+    All images of a request must be kept whole, or none, because transformers concatenates them.
+    `images` may be several: transformers 5.15 groups equal sizes."""
     count, channels, height, width = images.shape
     block = patch_size * merge_size
     if (
@@ -123,8 +117,8 @@ def patchify(
         or channels != 3
         or height % block
         or width % block
-        or temporal_patch_size != 2  # as vllm_local.py assumes
-        or engine_is_here
+        or temporal_patch_size != vllm_patches.TEMPORAL_PATCH_SIZE
+        or vllm_patches.engine_is_here
     ):
         return THEIRS["patchify"](
             self,
@@ -135,8 +129,7 @@ def patchify(
         )
     used["patchify"] += 1
     log.debug("kept %d images of %dx%d whole", count, width, height)
-    pixels = images.permute(0, 2, 3, 1).reshape(count, -1, 3 * patch_size**2)
-    return pixels, height // patch_size, width // patch_size
+    return kept_whole(images, patch_size), height // patch_size, width // patch_size
 
 
 OURS = {"process_image": process_image, "patchify": patchify}

@@ -28,7 +28,8 @@ from vllm.renderers.registry import RENDERER_REGISTRY
 
 from encoder_service.engines import vllm_pixels, vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
-from encoder_service.engines.vllm_local import RAW_PIXELS, as_vllm_cuts
+from encoder_service.engines.vllm_local import RAW_PIXELS
+from encoder_service.engines.vllm_patches import as_vllm_cuts
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT
 from tests.images import encoded, jpeg, opened, photograph

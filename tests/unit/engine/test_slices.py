@@ -239,7 +239,7 @@ def test_long_steps_wait_for_a_slice_now_and_then() -> None:
     assert pace.seen == [*["step"] * PASSES, "after", "slice", "step"] * 2
 
 
-def test_the_median_of_late_full_steps_counts() -> None:
+def test_the_median_of_recent_full_steps_counts() -> None:
     times = StepTimes()
 
     def full() -> float:

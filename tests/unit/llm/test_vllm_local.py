@@ -28,6 +28,7 @@ from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import Clip, Item, ItemPlan, Size
+from encoder_service.engines import vllm_patches
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, config, stand_in
 from tests.waiting import until
@@ -39,6 +40,7 @@ FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
 def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """encoder_service.engines.vllm_connector as vLLM would load it."""
     stand_in(monkeypatch)
+    monkeypatch.setattr(vllm_patches, "engine_is_here", False)
     import encoder_service.engines.vllm_connector as module
 
     yield module
@@ -146,7 +148,7 @@ def picture(seed: int, width: int = 160, height: int = 96) -> Tensor:
 
 def as_vllm(item: Item, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
     """An item's patches as vLLM's processor has them: raster order, both frames, normalised."""
-    from encoder_service.engines.vllm_local import in_order
+    from encoder_service.engines.vllm_patches import in_order
 
     patches = [torch.as_tensor(item.patches), torch.as_tensor(item.patches)]
     if item.later is not None:
@@ -202,7 +204,7 @@ def test_rows_of_images_that_were_kept_whole_are_the_engines(halves: Halves) -> 
 def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
     connector_module: ModuleType, family: str, tmp_path: Path
 ) -> None:
-    from encoder_service.engines.vllm_local import as_vllm_cuts
+    from encoder_service.engines.vllm_patches import as_vllm_cuts
 
     spec = read(ModelOptions(id=str(write_small(tmp_path, family)), load_format="dummy"))
     assert isinstance(spec.sizing, BlockSizing)
@@ -216,13 +218,10 @@ def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
 def test_images_are_not_kept_whole_in_the_process_of_vllms_tower(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pixels: Any = ModuleType("vllm_pixels")
-    pixels.engine_is_here = False
-    monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_pixels", pixels)
     vllm_local = import_module("encoder_service.engines.vllm_local")
     monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
     connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
-    assert pixels.engine_is_here
+    assert vllm_patches.engine_is_here
 
 
 class StubEngine:
@@ -604,7 +603,7 @@ def test_rows_that_do_not_fit_the_device_leave_an_item_to_vllm(
 def test_bytes_from_normalised_pixels(
     connector_module: ModuleType, preset: str, dtype: torch.dtype, exact: bool
 ) -> None:
-    from encoder_service.engines.vllm_local import bytes_of
+    from encoder_service.engines.vllm_patches import bytes_of
 
     spec = read(ModelOptions(id=preset, load_format="dummy"))
     bytes_ = torch.arange(256).repeat(3, 1)[None]

@@ -22,7 +22,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
-from encoder_service.engines import vllm_plugin
+from encoder_service.engines import vllm_patches, vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
 from tests.images import encoded, jpeg, jpeg_segments, opened, photograph
 from tests.without_torchvision import processor
@@ -114,6 +114,7 @@ def pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """encoder_service.engines.vllm_pixels as vLLM would load it, and the stand-ins."""
     for method in ("process_image", "patchify"):  # restored after each test
         monkeypatch.setattr(Qwen2VLImageProcessor, method, getattr(Qwen2VLImageProcessor, method))
+    monkeypatch.setattr(vllm_patches, "engine_is_here", False)
     options = SimpleNamespace(VLLM_MAX_IMAGE_PIXELS=10**6, VLLM_MEDIA_CONNECTOR="http")
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"envs": options},
@@ -261,7 +262,7 @@ def test_transformers_cuts_what_are_not_bytes_of_images(
     assert pixels.patchify(None, image, **sizes) == (image, sizes)
     sizes["temporal_patch_size"] = 2
     assert pixels.patchify(None, image, **sizes)[1:] == (2, 2)
-    monkeypatch.setattr(pixels, "engine_is_here", True)
+    monkeypatch.setattr(vllm_patches, "engine_is_here", True)
     assert pixels.patchify(None, image, **sizes) == (image, sizes)
 
 
