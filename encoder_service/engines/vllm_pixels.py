@@ -22,6 +22,7 @@ from PIL import ExifTags, Image
 from torch import Tensor
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from vllm import envs
+from vllm.multimodal import parse
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector, MediaWithBytes
 from vllm.multimodal.media.image import ImageMediaIO
 
@@ -36,10 +37,13 @@ SETTINGS = {"image_mode", "kwargs", "rgba_background_color", "decoded_budget"}
 
 used: Counter[str] = Counter()
 """How often vLLM and transformers have called each part of our code."""
-THEIRS: dict[str, Any] = {
-    name: getattr(Qwen2VLImageProcessor, name, None) for name in ("process_image", "patchify")
+OWNERS = {
+    "normalize_image": parse,
+    "process_image": Qwen2VLImageProcessor,
+    "patchify": Qwen2VLImageProcessor,
 }
-"""transformers' methods that ours replace."""
+"""Of vLLM's and transformers' functions that ours replace."""
+THEIRS: dict[str, Any] = {name: getattr(owner, name, None) for name, owner in OWNERS.items()}
 
 
 def use(renderer: Any) -> None:
@@ -52,13 +56,12 @@ def use(renderer: Any) -> None:
     processor = preprocessor.info.get_hf_processor().image_processor
     if type(processor) is not Qwen2VLImageProcessor or None in THEIRS.values():
         raise TypeError(f"{type(processor).__name__} is not the image processor that we replace")
-    (expected, grid), before = preprocessed(processor), registered["http"]
+    (expected, grid), before = preprocessed(preprocessor), registered["http"]
     registered["http"] = JpegConnector
-    for name, method in OURS.items():
-        setattr(Qwen2VLImageProcessor, name, method)
+    replace_with(OURS)
     try:
         used.clear()
-        found, found_grid = preprocessed(processor)
+        found, found_grid = preprocessed(preprocessor)
         if unused := {"load_bytes", *OURS} - used.keys():
             raise RuntimeError(f"vLLM or transformers does not call {', '.join(sorted(unused))}")
         patches = as_vllm_cuts(found, grid[0].tolist(), processor)
@@ -67,11 +70,15 @@ def use(renderer: Any) -> None:
             raise ValueError("vLLM's pixels or patches differ from ours")
     except Exception:
         registered["http"] = before
-        for name, method in THEIRS.items():
-            setattr(Qwen2VLImageProcessor, name, method)
+        replace_with(THEIRS)
         raise
     if hasattr(preprocessor, "_get_hf_mm_text"):  # not in vLLM 0.26
         preprocessor._get_hf_mm_text = partial(text_of, preprocessor._get_hf_mm_text)
+
+
+def replace_with(functions: Mapping[str, Any]) -> None:
+    for name, function in functions.items():
+        setattr(OWNERS[name], name, function)
 
 
 def text_of(theirs: Callable[[Mapping[str, int]], str | None], items: Mapping[str, int]) -> Any:
@@ -80,16 +87,27 @@ def text_of(theirs: Callable[[Mapping[str, int]], str | None], items: Mapping[st
     return theirs(items) if items.get("video") else None
 
 
-def preprocessed(processor: Any) -> list[Tensor]:
-    """The patches and the grid of a noisy JPEG that vLLM fetches from a data URL."""
+def preprocessed(preprocessor: Any) -> list[Tensor]:
+    """The patches and the grid of a noisy JPEG that vLLM fetches from a data URL. As with vLLM's
+    cache of processed images, which parses the images that it lacks once more."""
     file, pixels = BytesIO(), np.random.default_rng(0).integers(0, 256, (100, 150, 3), np.uint8)
     Image.fromarray(pixels).save(file, "JPEG")
     url = f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
     image = MEDIA_CONNECTOR_REGISTRY.load(envs.VLLM_MEDIA_CONNECTOR).fetch_image(url)
-    image = getattr(image, "media", image)
+    media = {"image": getattr(image, "media", image)}
+    images = preprocessor.info.parse_mm_data(media, validate=False)["image"].get_all()
     raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    made = processor(images=[image], **raw)
+    made = preprocessor.info.get_hf_processor().image_processor(images=images, **raw)
     return [made["pixel_values"], made["image_grid_thw"]]
+
+
+def normalize_image(image: Any) -> Any:
+    """Returns an image that we decoded as it is, because it is upright. Turning it would decode it
+    once more, and would lose our pixels."""
+    if getattr(image, "rgb", None) is None:
+        return THEIRS["normalize_image"](image)
+    used["normalize_image"] += 1
+    return image
 
 
 def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
@@ -132,7 +150,7 @@ def patchify(
     return kept_whole(images, patch_size), height // patch_size, width // patch_size
 
 
-OURS = {"process_image": process_image, "patchify": patchify}
+OURS = {"normalize_image": normalize_image, "process_image": process_image, "patchify": patchify}
 
 
 class JpegConnector(MediaConnector):  # type: ignore[misc]

@@ -19,7 +19,6 @@ import torch
 
 pytest.importorskip("vllm", reason="there is no vLLM here")
 
-from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
 from vllm.renderers import renderer_from_config
@@ -127,8 +126,8 @@ def rendered(renderer: Any, *files: bytes, **extras: Any) -> Any:
 
 def use_stock_code(patch: pytest.MonkeyPatch) -> None:
     patch.setitem(MEDIA_CONNECTOR_REGISTRY.name2class, "http", MediaConnector)
-    for name, method in vllm_pixels.THEIRS.items():
-        patch.setattr(Qwen2VLImageProcessor, name, method)
+    for name, function in vllm_pixels.THEIRS.items():
+        patch.setattr(vllm_pixels.OWNERS[name], name, function)
 
 
 def by_vllm(renderer: Any, *files: bytes, **extras: Any) -> Any:
@@ -163,23 +162,24 @@ def vllms(pixels: torch.Tensor, grid: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def work(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[int, int]]:
-    """How many images our code decoded, and kept whole, since the last call."""
-    lines: list[str] = []
-    monkeypatch.setattr(vllm_pixels.log, "debug", lambda line, *_: lines.append(line.split()[0]))
+def work() -> Callable[[], tuple[int, ...]]:
+    """How many images our code decoded, took from its decoder, and kept whole, since the last
+    call. Images that transformers groups count as one that is kept."""
 
-    def counts() -> tuple[int, int]:
-        found = lines.count("decoded"), lines.count("kept")
-        lines.clear()
+    def counts() -> tuple[int, ...]:
+        used = vllm_pixels.used
+        found = tuple(used[name] for name in ("load_bytes", "process_image", "patchify"))
+        used.clear()
         return found
 
+    counts()
     return counts
 
 
 @pytest.mark.parametrize("name", OURS)
 def test_our_bytes_equal_vllms(renderers: Renderers, name: str, work: Any) -> None:
     found = rendered(renderers.local, OURS[name])
-    assert work() == (1, 1)
+    assert work() == (1, 1, 1)
     assert found["mm_kwargs"]["image"][0]["pixel_values"].data.dtype == torch.uint8
     assert_equal(found, by_vllm(renderers.stock, OURS[name]))
 
@@ -187,7 +187,7 @@ def test_our_bytes_equal_vllms(renderers: Renderers, name: str, work: Any) -> No
 @pytest.mark.parametrize("name", THEIRS)
 def test_vllm_decodes_what_our_decoder_does_not(renderers: Renderers, name: str, work: Any) -> None:
     found = rendered(renderers.local, THEIRS[name])
-    assert work() == (0, 1)
+    assert work() == (0, 0, 1)
     assert_equal(found, by_vllm(renderers.stock, THEIRS[name]))
 
 
@@ -226,7 +226,7 @@ def test_several_images_and_options_of_a_request(
     files = jpeg(224, 448), jpeg(448, 224), jpeg(224, 448, "chelsea.png")
     grouped = "disable_grouping" in extras.get("mm_processor_kwargs", {})
     found = rendered(renderers.local, *files, **extras)
-    assert work() == (3, 2 if grouped else 3)
+    assert work() == (3, 3, 2 if grouped else 3)
     assert_equal(found, by_vllm(renderers.stock, *files, **extras))
 
 
@@ -243,7 +243,7 @@ def test_placeholders_of_images_are_not_tokenized(renderers: Renderers) -> None:
 def test_videos_are_vllms(renderers: Renderers, work: Any) -> None:
     file = video(8, size=(96, 64), fps=4)
     found = rendered(renderers.local, file)
-    assert work() == (0, 0)
+    assert work() == (0, 0, 0)
     assert_equal(found, by_vllm(renderers.stock, file))
 
 
@@ -253,8 +253,8 @@ def test_it_is_off_unless_place_is_local(renderers: Renderers, place: str | None
         use_stock_code(patch)
         renderer_from_config(config(renderers.folder, place))
         assert MEDIA_CONNECTOR_REGISTRY.name2class == {"http": MediaConnector}
-        for name, method in vllm_pixels.THEIRS.items():
-            assert getattr(Qwen2VLImageProcessor, name) is method
+        for name, function in vllm_pixels.THEIRS.items():
+            assert getattr(vllm_pixels.OWNERS[name], name) is function
 
 
 def test_another_media_connector_keeps_vllms_code(
@@ -267,7 +267,7 @@ def test_another_media_connector_keeps_vllms_code(
     warnings: list[str] = []
     renderer_from_config(config(renderers.folder, "local"))
     (warning,) = warnings
-    assert "does not call load_bytes, process_image" in warning
+    assert "does not call load_bytes, normalize_image, process_image" in warning
     assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector
 
 
@@ -277,7 +277,7 @@ def test_our_code_outlives_the_processors_that_vllm_caches(renderers: Renderers,
         rendered(renderers.local, jpeg(64, 64), **extras)
     work()
     rendered(renderers.local, jpeg(160, 128))
-    assert work() == (1, 1)
+    assert work() == (1, 1, 1)
 
 
 @pytest.mark.parametrize("raw", [False, True])
@@ -290,19 +290,20 @@ def test_without_normalisation_on_the_device(renderers: Renderers, raw: bool, wo
     work()
     stock = renderer_from_config(config(renderers.folder, None, **options))
     found = rendered(local, jpeg(300, 200))
-    assert work() == (1, int(raw))
+    assert work() == (1, 1, int(raw))
     data = found["mm_kwargs"]["image"][0]["pixel_values"].data
     assert data.dtype == (torch.uint8 if raw else torch.float32)
     assert_equal(found, by_vllm(stock, jpeg(300, 200)))
 
 
 def test_a_cached_image_is_not_preprocessed_again(renderers: Renderers, work: Any) -> None:
+    """vLLM parses images that its cache lacks once more, which may not decode them again."""
     made = renderer_from_config(config(renderers.folder, "local", mm_processor_cache_gb=1))
     work()
     image, other = jpeg(300, 200), jpeg(200, 300)
     first = rendered(made, image)
-    assert work() == (1, 1)
+    assert work() == (1, 1, 1)
     again = rendered(made, other, image)
-    assert work() == (2, 1)
+    assert work() == (2, 1, 1)
     assert again["mm_hashes"]["image"][1] == first["mm_hashes"]["image"][0]
     assert again["mm_hashes"] == by_vllm(renderers.stock, other, image)["mm_hashes"]
