@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
+from hashlib import blake2b
 from io import BytesIO
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,28 @@ OWNERS = {
 }
 """Of vLLM's and transformers' functions that ours replace."""
 THEIRS: dict[str, Any] = {name: getattr(owner, name, None) for name, owner in OWNERS.items()}
+
+
+class Recent:
+    """Digests of the last files that were decoded. May be called from several threads."""
+
+    most = 10_000
+
+    def __init__(self) -> None:
+        self._digests: dict[bytes, None] = {}
+        self._lock = Lock()
+
+    def __contains__(self, digest: bytes) -> bool:
+        return digest in self._digests
+
+    def add(self, digest: bytes) -> None:
+        with self._lock:
+            self._digests[digest] = None
+            if len(self._digests) > self.most:
+                del self._digests[next(iter(self._digests))]
+
+
+decoded = Recent()
 
 
 def use(renderer: Any) -> None:
@@ -102,9 +126,9 @@ def preprocessed(preprocessor: Any) -> list[Tensor]:
 
 
 def normalize_image(image: Any) -> Any:
-    """Returns an image that we decoded as it is, because it is upright. Turning it would decode it
-    once more, and would lose our pixels."""
-    if getattr(image, "rgb", None) is None:
+    """Returns an image that we decode as it is, because it is upright. Turning it would decode it
+    with Pillow, too, and would lose our pixels."""
+    if not hasattr(image, "rgb"):
         return THEIRS["normalize_image"](image)
     used["normalize_image"] += 1
     return image
@@ -113,8 +137,8 @@ def normalize_image(image: Any) -> Any:
 def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
     """Returns [3, height, width] in the memory order of [height, width, 3], of which torch resizes
     bytes faster."""
-    rgb = getattr(image, "rgb", None)
-    if rgb is None or options.get("device") is not None or rgb.shape[1::-1] != image.size:
+    rgb = image.rgb() if hasattr(image, "rgb") and options.get("device") is None else None
+    if rgb is None or rgb.shape[1::-1] != image.size:
         return THEIRS["process_image"](self, image, *args, **options)
     used["process_image"] += 1
     return torch.from_numpy(rgb).permute(2, 0, 1)
@@ -166,8 +190,11 @@ class JpegConnector(MediaConnector):  # type: ignore[misc]
 class JpegIO(ImageMediaIO):  # type: ignore[misc]
     def load_bytes(self, data: bytes) -> Any:
         """Called in vLLM's threads. The hash is that of `data`, as for every image. The image's
-        attribute `rgb` is its pixels, uint8 [height, width, 3]; Pillow decodes it too if something
-        reads it in another way."""
+        attribute `rgb` returns its pixels, uint8 [height, width, 3]; Pillow decodes it too if
+        something reads it in another way.
+
+        A file that was decoded before cannot fail, so it is decoded only if its pixels are needed:
+        vLLM's cache of processed images has most of those that later turns of a chat repeat."""
         image = plain(data)
         if image is None:
             return super().load_bytes(data)
@@ -175,11 +202,17 @@ class JpegIO(ImageMediaIO):  # type: ignore[misc]
         if budget is not None:
             budget.charge(image.width * image.height * 4)
             self.decoded_budget = None  # of this copy, so that nothing is charged twice
-        image.rgb = plain_jpeg(data, image)
-        if image.rgb is None:
-            return super().load_bytes(data)
+        digest = blake2b(data, digest_size=16).digest()
+        if digest in decoded:
+            image.rgb = partial(plain_jpeg, data, image)
+        else:
+            rgb = plain_jpeg(data, image)
+            if rgb is None:
+                return super().load_bytes(data)
+            decoded.add(digest)
+            image.rgb = lambda: rgb
         used["load_bytes"] += 1
-        log.debug("decoded a JPEG of %d bytes", len(data))
+        log.debug("accepted a JPEG of %d bytes", len(data))
         return MediaWithBytes(image, data)
 
 

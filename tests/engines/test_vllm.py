@@ -203,11 +203,11 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     assert_same(answer(engines.local, images), answer(engines.whole, images))
     log = engines.local_log
     assert "the engine encoded its first item" in log
-    decoded, kept = (
-        log.count(line) - before.count(line) for line in ("decoded a JPEG", "kept 1 images")
+    accepted, kept = (
+        log.count(line) - before.count(line) for line in ("accepted a JPEG", "kept 1 images")
     )
-    assert decoded == (0 if files == "a video" else len(images))
-    assert files == "a video" or 1 <= kept <= decoded  # vLLM caches them
+    assert accepted == (0 if files == "a video" else len(images))
+    assert files == "a video" or 1 <= kept <= accepted  # vLLM caches them
     assert "the encoder service's code" not in (engines.folder / "whole.log").read_text()
     assert "vLLM encodes an item itself" not in log
 

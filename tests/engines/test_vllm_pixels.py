@@ -296,14 +296,35 @@ def test_without_normalisation_on_the_device(renderers: Renderers, raw: bool, wo
     assert_equal(found, by_vllm(stock, jpeg(300, 200)))
 
 
-def test_a_cached_image_is_not_preprocessed_again(renderers: Renderers, work: Any) -> None:
-    """vLLM parses images that its cache lacks once more, which may not decode them again."""
+def test_a_cached_image_is_neither_decoded_nor_preprocessed_again(
+    renderers: Renderers, work: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM parses images that its cache lacks once more, which may not decode them with Pillow."""
     made = renderer_from_config(config(renderers.folder, "local", mm_processor_cache_gb=1))
     work()
+    files: list[bytes] = []
+    decode = vllm_pixels.plain_jpeg
+    monkeypatch.setattr(
+        vllm_pixels, "plain_jpeg", lambda data, image: files.append(data) or decode(data, image)
+    )
     image, other = jpeg(300, 200), jpeg(200, 300)
     first = rendered(made, image)
     assert work() == (1, 1, 1)
     again = rendered(made, other, image)
     assert work() == (2, 1, 1)
+    assert files == [image, other]
     assert again["mm_hashes"]["image"][1] == first["mm_hashes"]["image"][0]
     assert again["mm_hashes"] == by_vllm(renderers.stock, other, image)["mm_hashes"]
+
+    # decoded before, but no longer in the cache
+    found = rendered(renderers.local, image, other, image)
+    assert files == [image, other, image, other, image]
+    assert_equal(found, by_vllm(renderers.stock, image, other, image))
+
+
+def test_digests_of_decoded_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_pixels.Recent, "most", 2)
+    recent = vllm_pixels.Recent()
+    for digest in (b"a", b"b", b"b", b"c"):
+        recent.add(digest)
+    assert [digest in recent for digest in (b"a", b"b", b"c")] == [False, True, True]
