@@ -44,16 +44,15 @@ OWNERS = {
     "process_image": Qwen2VLImageProcessor,
     "patchify": Qwen2VLImageProcessor,
 }
-"""Of vLLM's and transformers' functions that ours replace."""
+"""Where the functions that ours replace are defined."""
 THEIRS: dict[str, Any] = {name: getattr(owner, name, None) for name, owner in OWNERS.items()}
 
 
-class Recent:
-    """Digests of the last files that were decoded. May be called from several threads."""
-
-    most = 10_000
+class Digests:
+    """Those of the files that were decoded last, at most `most`. Several threads may add some."""
 
     def __init__(self) -> None:
+        self.most = 0
         self._digests: dict[bytes, None] = {}
         self._lock = Lock()
 
@@ -67,7 +66,9 @@ class Recent:
                 del self._digests[next(iter(self._digests))]
 
 
-decoded = Recent()
+decoded = Digests()
+CACHED_IMAGES = 500
+"""About as many images of 1920x1080 or A4 are in vLLM's cache of processed images (4 GB)."""
 
 
 def use(renderer: Any) -> None:
@@ -78,15 +79,17 @@ def use(renderer: Any) -> None:
         return
     preprocessor = renderer.get_mm_processor()
     processor = preprocessor.info.get_hf_processor().image_processor
-    if type(processor) is not Qwen2VLImageProcessor or None in THEIRS.values():
+    if type(processor) is not Qwen2VLImageProcessor:
         raise TypeError(f"{type(processor).__name__} is not the image processor that we replace")
-    (expected, grid), before = preprocessed(preprocessor), registered["http"]
+    if missing := [name for name, function in THEIRS.items() if function is None]:
+        raise TypeError(f"vLLM or transformers has no {', '.join(missing)}")
+    (expected, grid), before = preprocessed(processor), registered["http"]
     registered["http"] = JpegConnector
     replace_with(OURS)
     try:
         used.clear()
-        found, found_grid = preprocessed(preprocessor)
-        if unused := {"load_bytes", *OURS} - used.keys():
+        found, found_grid = preprocessed(processor)
+        if unused := {"load_bytes", "process_image", "patchify"} - used.keys():
             raise RuntimeError(f"vLLM or transformers does not call {', '.join(sorted(unused))}")
         patches = as_vllm_cuts(found, grid[0].tolist(), processor)
         same = patches.dtype == expected.dtype and patches.equal(expected)
@@ -96,6 +99,7 @@ def use(renderer: Any) -> None:
         registered["http"] = before
         replace_with(THEIRS)
         raise
+    decoded.most = 0 if renderer.mm_processor_cache is None else CACHED_IMAGES
     if hasattr(preprocessor, "_get_hf_mm_text"):  # not in vLLM 0.26
         preprocessor._get_hf_mm_text = partial(text_of, preprocessor._get_hf_mm_text)
 
@@ -111,33 +115,30 @@ def text_of(theirs: Callable[[Mapping[str, int]], str | None], items: Mapping[st
     return theirs(items) if items.get("video") else None
 
 
-def preprocessed(preprocessor: Any) -> list[Tensor]:
-    """The patches and the grid of a noisy JPEG that vLLM fetches from a data URL. As with vLLM's
-    cache of processed images, which parses the images that it lacks once more."""
+def preprocessed(processor: Any) -> list[Tensor]:
+    """The patches and the grid of a noisy JPEG that vLLM fetches from a data URL."""
     file, pixels = BytesIO(), np.random.default_rng(0).integers(0, 256, (100, 150, 3), np.uint8)
     Image.fromarray(pixels).save(file, "JPEG")
     url = f"data:image/jpeg;base64,{b64encode(file.getvalue()).decode()}"
     image = MEDIA_CONNECTOR_REGISTRY.load(envs.VLLM_MEDIA_CONNECTOR).fetch_image(url)
-    media = {"image": getattr(image, "media", image)}
-    images = preprocessor.info.parse_mm_data(media, validate=False)["image"].get_all()
+    image = getattr(image, "media", image)
     raw = {"do_rescale": False, "do_normalize": False, "return_tensors": "pt"}
-    made = preprocessor.info.get_hf_processor().image_processor(images=images, **raw)
+    made = processor(images=[image], **raw)
     return [made["pixel_values"], made["image_grid_thw"]]
 
 
 def normalize_image(image: Any) -> Any:
-    """Returns an image that we decode as it is, because it is upright. Turning it would decode it
-    with Pillow, too, and would lose our pixels."""
-    if not hasattr(image, "rgb"):
-        return THEIRS["normalize_image"](image)
-    used["normalize_image"] += 1
-    return image
+    """Called for images that vLLM's cache of processed images lacks. Returns those that JpegIO
+    opened as they are: they are upright, and vLLM would decode them once more to turn them."""
+    return image if hasattr(image, "jpeg") else THEIRS["normalize_image"](image)
 
 
 def process_image(self: Any, image: Any, *args: Any, **options: Any) -> Any:
     """Returns [3, height, width] in the memory order of [height, width, 3], of which torch resizes
     bytes faster."""
-    rgb = image.rgb() if hasattr(image, "rgb") and options.get("device") is None else None
+    rgb = None
+    if hasattr(image, "jpeg") and options.get("device") is None:
+        rgb = plain_jpeg(image.jpeg, image) if image.rgb is None else image.rgb
     if rgb is None or rgb.shape[1::-1] != image.size:
         return THEIRS["process_image"](self, image, *args, **options)
     used["process_image"] += 1
@@ -189,12 +190,12 @@ class JpegConnector(MediaConnector):  # type: ignore[misc]
 
 class JpegIO(ImageMediaIO):  # type: ignore[misc]
     def load_bytes(self, data: bytes) -> Any:
-        """Called in vLLM's threads. The hash is that of `data`, as for every image. The image's
-        attribute `rgb` returns its pixels, uint8 [height, width, 3]; Pillow decodes it too if
-        something reads it in another way.
+        """Called in vLLM's threads. The hash is that of `data`, as for every image.
 
-        A file that was decoded before cannot fail, so it is decoded only if its pixels are needed:
-        vLLM's cache of processed images has most of those that later turns of a chat repeat."""
+        The image's attribute `rgb` is its pixels, uint8 [height, width, 3]. It is None if the same
+        file has been decoded before: its pixels are probably in vLLM's cache of processed images,
+        as in later turns of a chat, and are decoded from `jpeg` if they are not. If something reads
+        the image in another way, Pillow decodes it."""
         image = plain(data)
         if image is None:
             return super().load_bytes(data)
@@ -202,15 +203,13 @@ class JpegIO(ImageMediaIO):  # type: ignore[misc]
         if budget is not None:
             budget.charge(image.width * image.height * 4)
             self.decoded_budget = None  # of this copy, so that nothing is charged twice
+        image.jpeg, image.rgb = data, None
         digest = blake2b(data, digest_size=16).digest()
-        if digest in decoded:
-            image.rgb = partial(plain_jpeg, data, image)
-        else:
-            rgb = plain_jpeg(data, image)
-            if rgb is None:
+        if digest not in decoded:
+            image.rgb = plain_jpeg(data, image)
+            if image.rgb is None:
                 return super().load_bytes(data)
             decoded.add(digest)
-            image.rgb = lambda: rgb
         used["load_bytes"] += 1
         log.debug("accepted a JPEG of %d bytes", len(data))
         return MediaWithBytes(image, data)
@@ -229,10 +228,10 @@ def jpeg_io(media_io: Any) -> Any:
 def plain(data: bytes) -> Any:
     """Opens an upright RGB JPEG. None: vLLM must decode it, or raise its own error."""
     try:
-        image = Image.open(BytesIO(data))
-        too_large = 0 < envs.VLLM_MAX_IMAGE_PIXELS < image.width * image.height
+        image = Image.open(BytesIO(data), formats=("JPEG",))
+        if image.mode != "RGB" or 0 < envs.VLLM_MAX_IMAGE_PIXELS < image.width * image.height:
+            return None
         turned = image.getexif().get(ExifTags.Base.Orientation, 1) in range(2, 9)
     except Exception:
         return None
-    ours = image.format in ("JPEG", "MPO") and image.mode == "RGB"
-    return image if ours and not too_large and not turned else None
+    return None if turned else image

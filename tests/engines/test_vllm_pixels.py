@@ -21,10 +21,12 @@ pytest.importorskip("vllm", reason="there is no vLLM here")
 
 from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.media import MEDIA_CONNECTOR_REGISTRY, MediaConnector
+from vllm.multimodal.media.image import ImageMediaIO
 from vllm.renderers import renderer_from_config
 from vllm.renderers.params import ChatParams
 from vllm.renderers.registry import RENDERER_REGISTRY
 
+from actors.media.jpeg import plain_jpeg
 from encoder_service.engines import vllm_pixels, vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
 from encoder_service.engines.vllm_local import RAW_PIXELS
@@ -267,7 +269,7 @@ def test_another_media_connector_keeps_vllms_code(
     warnings: list[str] = []
     renderer_from_config(config(renderers.folder, "local"))
     (warning,) = warnings
-    assert "does not call load_bytes, normalize_image, process_image" in warning
+    assert "does not call load_bytes, process_image" in warning
     assert MEDIA_CONNECTOR_REGISTRY.name2class["http"] is MediaConnector
 
 
@@ -296,35 +298,68 @@ def test_without_normalisation_on_the_device(renderers: Renderers, raw: bool, wo
     assert_equal(found, by_vllm(stock, jpeg(300, 200)))
 
 
+@pytest.fixture
+def decoding(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The files that our code decodes. Of no file it knows that it has decoded it before."""
+    files: list[bytes] = []
+
+    def decode(data: bytes, image: Any) -> Any:
+        files.append(data)
+        return plain_jpeg(data, image)
+
+    monkeypatch.setattr(vllm_pixels, "plain_jpeg", decode)
+    monkeypatch.setattr(vllm_pixels, "decoded", vllm_pixels.Digests())
+    return files
+
+
 def test_a_cached_image_is_neither_decoded_nor_preprocessed_again(
-    renderers: Renderers, work: Any, monkeypatch: pytest.MonkeyPatch
+    renderers: Renderers, work: Any, decoding: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM parses images that its cache lacks once more, which may not decode them with Pillow."""
+    use_stock_code(monkeypatch)
     made = renderer_from_config(config(renderers.folder, "local", mm_processor_cache_gb=1))
+    assert vllm_pixels.decoded.most > 0
+    decoding.clear()
     work()
-    files: list[bytes] = []
-    decode = vllm_pixels.plain_jpeg
-    monkeypatch.setattr(
-        vllm_pixels, "plain_jpeg", lambda data, image: files.append(data) or decode(data, image)
-    )
     image, other = jpeg(300, 200), jpeg(200, 300)
     first = rendered(made, image)
     assert work() == (1, 1, 1)
     again = rendered(made, other, image)
     assert work() == (2, 1, 1)
-    assert files == [image, other]
+    assert decoding == [image, other]
     assert again["mm_hashes"]["image"][1] == first["mm_hashes"]["image"][0]
     assert again["mm_hashes"] == by_vllm(renderers.stock, other, image)["mm_hashes"]
 
     # decoded before, but no longer in the cache
     found = rendered(renderers.local, image, other, image)
-    assert files == [image, other, image, other, image]
+    assert decoding == [image, other, image, other, image]
     assert_equal(found, by_vllm(renderers.stock, image, other, image))
 
 
-def test_digests_of_decoded_files_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm_pixels.Recent, "most", 2)
-    recent = vllm_pixels.Recent()
+def test_a_file_is_decoded_where_it_is_loaded_unless_it_was_before(decoding: list[bytes]) -> None:
+    loader, file, broken = vllm_pixels.jpeg_io(ImageMediaIO()), jpeg(64, 48), BROKEN["truncated"]
+    vllm_pixels.decoded.most = 10
+    assert loader.load_bytes(file).media.rgb.shape == (48, 64, 3)
+    assert loader.load_bytes(file).media.rgb is None
+    for _ in range(2):
+        with pytest.raises(ValueError, match="load"):
+            loader.load_bytes(broken)
+    assert decoding == [file, broken, broken]
+
+
+def test_without_vllms_cache_all_files_are_decoded_where_they_are_loaded(
+    renderers: Renderers, decoding: list[bytes]
+) -> None:
+    """Because vLLM loads files in several threads, and processes images in one."""
+    for _ in range(2):
+        assert rendered(renderers.local, jpeg(64, 48))
+        assert vllm_pixels.jpeg_io(ImageMediaIO()).load_bytes(jpeg(64, 48)).media.rgb is not None
+    assert decoding == [jpeg(64, 48)] * 4
+
+
+def test_digests_of_decoded_files_are_bounded() -> None:
+    recent = vllm_pixels.Digests()
+    recent.most = 2
     for digest in (b"a", b"b", b"b", b"c"):
         recent.add(digest)
     assert [digest in recent for digest in (b"a", b"b", b"c")] == [False, True, True]
