@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -63,8 +64,10 @@ def second_network() -> Iterator[str]:
             f"ip addr add {HERE}/24 dev es0 && ip link set es0 up && {inside} ip link set lo up && "
             f"{inside} ip addr add {THERE}/24 dev es1 && {inside} ip link set es1 up"
         )
-        yield inside
-        owner.kill()
+        try:
+            yield inside
+        finally:
+            owner.kill()
 
 
 @contextmanager
@@ -81,9 +84,11 @@ def two_nodes(inside: str) -> Iterator[None]:
     room = f"--node-ip-address {THERE} --num-cpus 2 --object-store-memory {STORE_BYTES}"
     with subprocess.Popen(f"{start} {room}".split(), stdout=subprocess.DEVNULL) as other:
         ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
-        within(60, lambda: len(ray.nodes()) == 2)
-        yield
-        other.kill()
+        try:
+            within(60, lambda: len(ray.nodes()) == 2)
+            yield
+        finally:
+            other.kill()
 
 
 def main() -> None:
@@ -115,10 +120,14 @@ def main() -> None:
         assert "encode the item again" in answers[0].json()["error"]["message"]
         assert seconds < MOST_SECONDS
         print("all nodes did their part", flush=True)
-        for process in family(os.getpid())[1:]:  # Ray would wait for the lost node
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        os._exit(0)
+
+
+def end(status: int) -> None:
+    """Ends this process and its children at once, because Ray would wait for the lost node."""
+    for process in family(os.getpid())[1:]:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    os._exit(status)
 
 
 def under_load(url: str, inside: str) -> list[float]:
@@ -148,4 +157,9 @@ def under_load(url: str, inside: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BaseException:
+        traceback.print_exc()
+        end(1)
+    end(0)
