@@ -57,14 +57,15 @@ def shell(command: str) -> None:
 def second_network() -> Iterator[str]:
     """A network namespace with a cable to this one. Yields the prefix of commands inside."""
     with subprocess.Popen(["unshare", "--net", "sleep", "infinity"]) as owner:
-        inside = f"nsenter --net=/proc/{owner.pid}/ns/net"
-        time.sleep(0.5)
-        shell(
-            f"ip link add es0 type veth peer name es1 && ip link set es1 netns {owner.pid} && "
-            f"ip addr add {HERE}/24 dev es0 && ip link set es0 up && {inside} ip link set lo up && "
-            f"{inside} ip addr add {THERE}/24 dev es1 && {inside} ip link set es1 up"
-        )
         try:
+            inside = f"nsenter --net=/proc/{owner.pid}/ns/net"
+            time.sleep(0.5)
+            shell(
+                f"ip link add es0 type veth peer name es1 && ip link set es1 netns {owner.pid} && "
+                f"ip addr add {HERE}/24 dev es0 && ip link set es0 up && "
+                f"{inside} ip link set lo up && "
+                f"{inside} ip addr add {THERE}/24 dev es1 && {inside} ip link set es1 up"
+            )
             yield inside
         finally:
             owner.kill()
@@ -83,8 +84,8 @@ def two_nodes(inside: str) -> Iterator[None]:
     start = f"{inside} {ray_command} start --block --address {cluster.address}"
     room = f"--node-ip-address {THERE} --num-cpus 2 --object-store-memory {STORE_BYTES}"
     with subprocess.Popen(f"{start} {room}".split(), stdout=subprocess.DEVNULL) as other:
-        ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
         try:
+            ray.init(address=cluster.address, namespace="serve", log_to_driver=False)
             within(60, lambda: len(ray.nodes()) == 2)
             yield
         finally:

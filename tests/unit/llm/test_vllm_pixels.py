@@ -286,6 +286,23 @@ def test_an_image_that_was_changed_or_is_for_a_device_is_read_by_transformers(pi
     assert pixels.process_image(Qwen2VLImageProcessor(), image).shape[1:] == (26, 32)
 
 
+def test_a_file_that_was_decoded_before_and_now_is_not_is_read_by_transformers(
+    pixels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pixels.decoded.most = 1
+    rows = [
+        pixels.process_image(Qwen2VLImageProcessor(), loader.load_bytes(FILES["160x128"]).media)
+        for loader in (pixels.JpegIO(), pixels.JpegIO())
+    ]
+    image = pixels.JpegIO().load_bytes(FILES["160x128"]).media
+    assert image.rgb is None
+    monkeypatch.setattr(pixels, "plain_jpeg", lambda data, image: None)
+    rows.append(pixels.process_image(Qwen2VLImageProcessor(), image))
+    assert pixels.used["process_image"] == 2
+    assert rows[0].equal(rows[1])
+    assert rows[0].equal(rows[2])
+
+
 def stock(pixels: Any) -> bool:
     """Whether vLLM's and transformers' own code is in use."""
     methods = all(
