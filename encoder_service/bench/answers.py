@@ -481,7 +481,7 @@ def plot(reports: Sequence[PhaseReport], path: Path) -> None:
             heights = [index + 0.8 * number / len(servers) for index in range(len(loads))]
             widths = [values.get(load, math.nan) for load in loads]
             bars = axes.barh(heights, widths, 0.8 / len(servers), align="edge", label=server)
-            axes.bar_label(bars, fmt="%.4g", fontsize="x-small", padding=2)
+            axes.bar_label(bars, fmt=milliseconds, fontsize="x-small", padding=2)
         axes.set_title(title, fontsize="medium")
         axes.margins(x=0.2)
         if not place:
