@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.allocator import groups
 from actors.engine.device import Copies, Device, Inputs, MediaRows, copy_rows, count
-from actors.engine.slices import Pace, Step
+from actors.engine.slices import Pace, Slice, Step, took
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.break_points import at_break_points, between
@@ -80,7 +80,8 @@ class CudaPace(Pace):
         self.compute = compute
         self.steps: torch.cuda.Stream | None = None  # unknown before the first
         self._begun: tuple[Step, torch.cuda.Event] | None = None
-        self._timed = deque[tuple[Step, torch.cuda.Event, torch.cuda.Event]]()
+        self._slices_begin: torch.cuda.Event | None = None
+        self._timed = deque[tuple[Callable[[float], None], torch.cuda.Event, torch.cuda.Event]]()
         self._last_begins: torch.cuda.Event | None = None
 
     def idle(self) -> bool:
@@ -89,7 +90,7 @@ class CudaPace(Pace):
         slices = self._last_begins is None or self._last_begins.query()
         return slices and (self.steps is None or self.steps.query())
 
-    def _launch_first(self) -> float:
+    def _launch_first(self) -> Slice:
         self._last_begins = self.compute.record_event()
         return super()._launch_first()
 
@@ -100,22 +101,34 @@ class CudaPace(Pace):
     def after_steps(self) -> None:
         if self.steps:
             self.compute.wait_stream(self.steps)
+        self._slices_begin = timing(self.compute)
+
+    def slices_launched(self, slices: Sequence[Slice]) -> None:
+        assert self._slices_begin
+        self._timed.append((partial(took, slices), self._slices_begin, timing(self.compute)))
 
     def before_step(self, step: Step) -> None:
         assert self.steps
         if not self.compute.query():
             self.steps.wait_stream(self.compute)
-        self._begun = step, self.steps.record_event(torch.cuda.Event(enable_timing=True))
+        self._begun = step, timing(self.steps)
 
     def step_launched(self) -> None:
         """Times that step, unless it has ended already, because the device may be idle since."""
         begun, self._begun = self._begun, None
         if begun and self.steps and not self.steps.query():
-            end = self.steps.record_event(torch.cuda.Event(enable_timing=True))
-            self._timed.append((*begun, end))
+            step, begin = begun
+            self._timed.append((partial(self.times.add, step), begin, timing(self.steps)))
         while self._timed and self._timed[0][-1].query():
-            step, begin, end = self._timed.popleft()
-            self.times.add(step, begin.elapsed_time(end) / 1000)
+            measured, begin, end = self._timed.popleft()
+            measured(begin.elapsed_time(end) / 1000)
+
+
+def timing(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """Records when the device gets here."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
 
 
 class CudaDevice(Device):
@@ -196,12 +209,16 @@ class CudaDevice(Device):
                 graph.replay()
 
         seconds = self.seconds_of(replay_all) if pace else []
+        slices = [
+            Slice(self.launcher(graph), each)
+            for graph, each in zip(graphs, seconds, strict=pace is not None)
+        ]
 
         def replay() -> Tensor:
             if pace is None:
                 graphs[0].replay()
-                return output
-            pace.launch(zip(seconds, map(self.launcher, graphs), strict=True))
+            else:
+                pace.launch(slices)
             return output
 
         return replay

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from actors.allocator import groups
-from actors.engine.slices import Pace
+from actors.engine.slices import Pace, Slice
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.gemm.fp8 import Fp8Rows, quantised
@@ -178,7 +178,7 @@ class Device:
             """Runs as one slice, which any thread may launch."""
             output: list[Tensor] = []
             launch = torch.inference_mode()(lambda: output.append(run()))
-            pace.launch([(pace.slice_seconds, launch)])
+            pace.launch([Slice(launch, pace.slice_seconds)])
             return output[0]
 
         return replay

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
 from statistics import median_low
 from typing import NamedTuple
 
@@ -28,11 +29,29 @@ PASSES = 7
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps whose tokens and contexts differ by less are taken to be equally long."""
 RECENT = 31
-"""So many measurements of such steps are kept. Their median counts, because a GPU slows down under
-load."""
+"""So many measurements of such steps, and of each slice, are kept. Their median counts, because a
+GPU slows down under load."""
 
-Slice = tuple[float, Callable[[], object]]
-"""Its seconds on the device, and the function that launches it."""
+
+class Slice:
+    """A part of a replay."""
+
+    def __init__(self, launch: Callable[[], object], seconds: float) -> None:
+        """`seconds`: on the device, until it has been measured beside steps."""
+        self.launch = launch
+        self.seconds = seconds
+        self._taken = deque([seconds], maxlen=RECENT)
+
+    def took(self, seconds: float) -> None:
+        self._taken.append(seconds)
+        self.seconds = median_low(self._taken)
+
+
+def took(slices: Sequence[Slice], seconds: float) -> None:
+    """Divides what slices took together among them, as they were expected to take."""
+    expected = sum(each.seconds for each in slices) or 1.0
+    for each in slices:
+        each.took(each.seconds * seconds / expected)
 
 
 class Step(NamedTuple):
@@ -107,13 +126,11 @@ class Pace:
     def finish(self) -> bool:
         """Launches the rest of a replay if it is short. Returns whether it did."""
         with self._changed:
-            seconds = self._finished_seconds + sum(each for each, _ in self._slices)
+            seconds = self._finished_seconds + sum(each.seconds for each in self._slices)
             most = min(LAST_SLICES * self.slice_seconds, self.times.room_of_any())
             if not self._slices or seconds > most:
                 return False
-            self.after_steps()
-            while self._slices:
-                self._finished_seconds += self._launch_first()
+            self._finished_seconds += self._launch(inf)
             self._passed = 0
             self._changed.notify()
             return self._failure is None
@@ -128,26 +145,34 @@ class Pace:
                 room, long = self.times.room(step)
                 left = min(room, SLICES * self.slice_seconds) - finished
                 if not finished and (not long or self._passed == PASSES):
-                    left = max(left, self._slices[0][0])
+                    left = max(left, self._slices[0].seconds)
                 self._passed += 1
-                if self._slices[0][0] <= left:
+                if self._slices[0].seconds <= left:
                     self._passed = 0
-                    self.after_steps()
-                while self._slices and self._slices[0][0] <= left:
-                    left -= self._launch_first()
+                    self._launch(left)
                 if not self._slices:
                     self._changed.notify()
         self.before_step(step)
 
-    def _launch_first(self) -> float:
-        """Returns its seconds."""
-        seconds, launch = self._slices.popleft()
+    def _launch(self, left: float) -> float:
+        """Launches slices for this many seconds, and returns theirs."""
+        launched: list[Slice] = []
+        self.after_steps()
+        while self._slices and self._slices[0].seconds <= left:
+            launched.append(self._launch_first())
+            left -= launched[-1].seconds
+        if not self._failure:
+            self.slices_launched(launched)
+        return sum(each.seconds for each in launched)
+
+    def _launch_first(self) -> Slice:
+        first = self._slices.popleft()
         try:
-            launch()
+            first.launch()
         except Exception as error:  # fails the item, not the step
             self._slices.clear()
             self._failure = error
-        return seconds
+        return first
 
     # Overridden for a device that runs asynchronously: see engine/cuda.py
 
@@ -157,6 +182,9 @@ class Pace:
 
     def after_steps(self) -> None:
         """Makes slices launched from now on wait for the steps launched before."""
+
+    def slices_launched(self, slices: Sequence[Slice]) -> None:
+        """Called after `after_steps` and these slices."""
 
     def before_step(self, step: Step) -> None:
         """Makes the next step wait for the slices launched before."""

@@ -28,8 +28,10 @@ from actors.engine.slices import (
     SLICES,
     STRETCH,
     Pace,
+    Slice,
     Step,
     StepTimes,
+    took,
 )
 from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
@@ -62,7 +64,7 @@ class Recorded(Pace):
     @contextmanager
     def replay(self, *seconds: float) -> Iterator[Future[None]]:
         """The engine's thread, with slices that take this long."""
-        slices = [(each, partial(self.seen.append, "slice")) for each in seconds]
+        slices = [Slice(partial(self.seen.append, "slice"), each) for each in seconds]
         with ThreadPoolExecutor(1) as threads:
             launched = threads.submit(self.launch, slices)
             self.waits()
@@ -283,14 +285,27 @@ class SimulatedStream:
 
 
 class SimulatedEvent(SimulatedStream):
+    def record(self, stream: SimulatedStream) -> None:
+        stream.record_event(self)
+
     def elapsed_time(self, other: SimulatedEvent) -> float:
         return 1000 * (other.end - self.end)
 
 
-def test_a_step_is_timed_without_slices_and_idle_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> tuple[SimulatedStream, SimulatedStream]:
+    """Of the language model's steps, and of the engine."""
     steps, compute = SimulatedStream(), SimulatedStream()
+    monkeypatch.setattr(SimulatedStream, "now", 0.0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: steps)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimulatedEvent())
+    return steps, compute
+
+
+def test_a_step_is_timed_without_slices_and_idle_time(
+    streams: tuple[SimulatedStream, SimulatedStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps, compute = streams
     pace = CudaPace(5, cast(torch.cuda.Stream, compute))
 
     def step(tokens: int) -> None:
@@ -301,7 +316,7 @@ def test_a_step_is_timed_without_slices_and_idle_time(monkeypatch: pytest.Monkey
 
     step(640)
     with ThreadPoolExecutor(1) as threads:
-        threads.submit(pace.launch, [(5, partial(compute.run, 50))])
+        threads.submit(pace.launch, [Slice(partial(compute.run, 50), 5)])
         while not pace._slices:
             sleep(0.001)
         step(320)
@@ -315,6 +330,50 @@ def test_a_step_is_timed_without_slices_and_idle_time(monkeypatch: pytest.Monkey
     assert pace.times._seconds == {Step(10, 0): deque([10]), Step(5, 0): deque([10])}
 
 
+def test_what_slices_take_is_measured(
+    streams: tuple[SimulatedStream, SimulatedStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They took twice as long when the engine started."""
+    steps, compute = streams
+    pace = CudaPace(2, cast(torch.cuda.Stream, compute))
+    pace.times.add(READING, 20)  # room for 7
+    slices = [Slice(partial(compute.run, 2), 4.0) for _ in range(4)]
+
+    def step() -> float:
+        """Returns how long its slices took."""
+        pace.step_launched()
+        before = steps.end
+        pace.step(READING)
+        taken = max(0, compute.end - before)
+        steps.run(20)
+        monkeypatch.setattr(SimulatedStream, "now", steps.end - 1)  # it runs
+        return taken
+
+    assert step() == 0
+    launched = []
+    with ThreadPoolExecutor(1) as threads:
+        for _ in range(2):
+            threads.submit(pace.launch, slices)
+            until(lambda: pace._slices, 10)
+            while pace._slices:
+                launched.append(step())
+        monkeypatch.setattr(SimulatedStream, "now", 1e9)  # so that a test that fails ends
+    assert launched == [2, 2, 2, 2, 6, 2]
+    assert [each.seconds for each in slices] == [2.0] * 4
+
+
+def test_what_slices_took_together_is_divided_and_the_median_counts() -> None:
+    short, long = Slice(lambda: None, 2.0), Slice(lambda: None, 4.0)
+    took([short, long], 3.0)
+    assert (short.seconds, long.seconds) == (1.0, 2.0)
+    for seconds in (60.0, 3.0):
+        took([short, long], seconds)
+    assert (short.seconds, long.seconds) == (1.0, 2.0)
+    for _ in range(RECENT):
+        took([short, long], 12.0)
+    assert (short.seconds, long.seconds) == (4.0, 8.0)
+
+
 def test_while_no_step_runs_two_slices_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     compute = SimulatedStream()
     monkeypatch.setattr(SimulatedStream, "now", 0.0)
@@ -322,7 +381,7 @@ def test_while_no_step_runs_two_slices_are_launched(monkeypatch: pytest.MonkeyPa
     pace.times.add(READING, 100)
     assert not pace.finish()
     with ThreadPoolExecutor(1) as threads:
-        launched = threads.submit(pace.launch, [(9.0, partial(compute.run, 9))] * 3)
+        launched = threads.submit(pace.launch, [Slice(partial(compute.run, 9), 9.0)] * 3)
         for now, ends in ((5.0, 18.0), (10.0, 27.0)):  # the second begins at 9
             monkeypatch.setattr(SimulatedStream, "now", now)
             limit = monotonic() + 10
@@ -355,7 +414,7 @@ def test_a_slice_that_fails_fails_its_replay_not_the_step() -> None:
     pace = Recorded(5)
     with ThreadPoolExecutor(1) as threads:
         for early in (False, True):
-            launched = threads.submit(pace.launch, [(1.0, fail), (1.0, fail)])
+            launched = threads.submit(pace.launch, [Slice(fail, 1.0), Slice(fail, 1.0)])
             pace.waits()
             if early:
                 pace.times.add(READING, 16)
@@ -373,7 +432,7 @@ def test_a_slice_that_fails_fails_its_replay_not_the_step() -> None:
 def test_a_replay_has_ended_when_its_last_slice_has_been_launched() -> None:
     pace, go = Recorded(5), Event()
     with ThreadPoolExecutor(2) as threads:
-        launched = threads.submit(pace.launch, [(1.0, partial(go.wait, 10))])
+        launched = threads.submit(pace.launch, [Slice(partial(go.wait, 10), 1.0)])
         pace.waits()
         step = threads.submit(pace.step, DECODING)
         until(lambda: not pace._slices, 10)
