@@ -17,6 +17,7 @@ setup: .venv/.installed
 
 # Serves in the foreground on ports 8000 and 9000 until Ctrl-C.
 serve: setup
+	@$(BIN)/encoder-service check $(CONFIG) > /dev/null
 	umask 077; RAY_ADDRESS=local $(BIN)/serve run $(CONFIG)
 
 demo: setup

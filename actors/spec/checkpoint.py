@@ -126,9 +126,10 @@ class Hub(Files):
                 f"model.id {self.repository!r}: {near(self.repository)}cannot get {name} from "
                 "the Hugging Face hub "
                 f"({type(error).__name__}), and it is not in the cache. Either give a local "
-                "folder as model.id, or set HF_TOKEN for a gated repository, or run once where "
-                "the hub is in reach, or set `load_format: dummy` and a preset such as qwen3vl-8b "
-                "(`encoder-service bench engine --help` lists them)."
+                "folder as model.id, or set HF_TOKEN for a gated repository, or run "
+                "`encoder-service check` once where the hub is in reach, or set "
+                "`load_format: dummy` and a preset such as qwen3vl-8b (`encoder-service bench "
+                "engine --help` lists them)."
             ) from error
 
     def read_json(self, name: str) -> Json | None:

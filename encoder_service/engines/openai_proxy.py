@@ -234,7 +234,10 @@ class Proxy:
         except httpx.TimeoutException as error:
             raise DeadlineExceeded(f"no response from {self.upstream}: {error!r}") from None
         except httpx.TransportError as error:
-            raise Unavailable(f"{self.upstream} cannot be reached: {error!r}") from None
+            raise Unavailable(
+                f"{self.upstream} cannot be reached: {error!r}. Start vLLM there, or start this "
+                "proxy with another --upstream"
+            ) from None
 
     def target(self, request: Request) -> httpx.URL:
         """The same path and query on the vLLM server, with their original quoting."""

@@ -197,7 +197,7 @@ def test_fp8_of_a_plan(tmp_path: Path) -> None:
 def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "figures.json"
     modes = ["budget", "eager"]
-    what = ["--workload", "8x336", "--modes", *modes, "--every-budget", "--profile", "8x336"]
+    what = ["--workload", "2x336", "--modes", *modes, "--every-budget", "--profile", "2x336"]
     assert cli.main([*TINY, *BRIEF, *what, "--json", str(file)]) == 0
     model = json.loads(file.read_text())["models"][0]
     (every,) = model["every_budget"]
@@ -207,7 +207,7 @@ def test_every_budget_and_profile(tmp_path: Path, capsys: pytest.CaptureFixture[
     shown = capsys.readouterr().out
     assert "budget 1024" in shown
     for mode in modes:
-        assert "aten::addmm" in shown.split(f"8x336, {mode}, 5 calls:")[1].split("calls:")[0]
+        assert "aten::addmm" in shown.split(f"2x336, {mode}, 5 calls:")[1].split("calls:")[0]
 
 
 def test_a_wrong_output_fails_the_run(

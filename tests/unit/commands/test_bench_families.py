@@ -21,10 +21,16 @@ from tests.small_presets import SMALL, write_small
 pytestmark = pytest.mark.extended
 
 BRIEF = ["--device", "cpu", "--repeats", "1"]
+AT_ONCE = {"qwen25vl-7b", "internvl3-8b", "gemma3-4b", "clip-vit-l-336", "deepseek-ocr-tiny"}
+"""A preset with windows, tiles, squares, vectors, and two paths."""
+PRESETS = [*SMALL, "deepseek-ocr-tiny"]
 
 
 @pytest.mark.timeout(600)  # the CPU computes large budgets: minutes on a slow machine
-@pytest.mark.parametrize("preset", [*SMALL, "deepseek-ocr-tiny"])
+@pytest.mark.parametrize(
+    "preset",
+    [pytest.param(name, marks=[] if name in AT_ONCE else pytest.mark.slow) for name in PRESETS],
+)
 def test_every_family_in_every_mode(
     preset: str,
     tmp_path: Path,
@@ -49,7 +55,7 @@ def test_every_family_in_every_mode(
     assert "our own plain torch" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("preset", [*SMALL, "deepseek-ocr-tiny"])
+@pytest.mark.parametrize("preset", PRESETS)
 def test_what_images_of_every_family_take_is_measured_at_start(
     preset: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
