@@ -104,8 +104,10 @@ class CudaPace(Pace):
         self._slices_begin = timing(self.compute)
 
     def slices_launched(self, slices: Sequence[Slice]) -> None:
-        assert self._slices_begin
-        self._timed.append((partial(took, slices), self._slices_begin, timing(self.compute)))
+        """Times them, unless the device may have waited for their launch."""
+        begin = self._slices_begin
+        if begin and not begin.query():
+            self._timed.append((partial(took, slices), begin, timing(self.compute)))
 
     def before_step(self, step: Step) -> None:
         assert self.steps
@@ -209,10 +211,7 @@ class CudaDevice(Device):
                 graph.replay()
 
         seconds = self.seconds_of(replay_all) if pace else []
-        slices = [
-            Slice(self.launcher(graph), each)
-            for graph, each in zip(graphs, seconds, strict=pace is not None)
-        ]
+        slices = list(map(Slice, map(self.launcher, graphs), seconds))
 
         def replay() -> Tensor:
             if pace is None:

@@ -49,9 +49,9 @@ class Slice:
 
 def took(slices: Sequence[Slice], seconds: float) -> None:
     """Divides what slices took together among them, as they were expected to take."""
-    expected = sum(each.seconds for each in slices) or 1.0
-    for each in slices:
-        each.took(each.seconds * seconds / expected)
+    expected = [each.seconds or 1e-6 for each in slices]
+    for each, share in zip(slices, expected, strict=True):
+        each.took(seconds * share / sum(expected))
 
 
 class Step(NamedTuple):

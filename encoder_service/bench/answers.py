@@ -467,13 +467,13 @@ def plot(reports: Sequence[PhaseReport], path: Path) -> None:
 
     loads = list(dict.fromkeys(one.load for one in reports))
     servers = list(dict.fromkeys(one.server for one in reports))
-    panels: dict[str, Callable[[PhaseReport], float]] = {
-        "requests/s": lambda one: one.per_second,
-        "first token, p50, ms": lambda one: one.first_token_ms[0],
-        "between tokens, p99, ms": lambda one: one.between_tokens_ms[1],
+    panels: dict[str, tuple[str | Callable[[float], str], Callable[[PhaseReport], float]]] = {
+        "requests/s": ("%.2f", lambda one: one.per_second),
+        "first token, p50, ms": (milliseconds, lambda one: one.first_token_ms[0]),
+        "between tokens, p99, ms": (milliseconds, lambda one: one.between_tokens_ms[1]),
     }
     figure = Figure(figsize=(14, 1.5 + 0.3 * len(loads) * len(servers)), layout="constrained")
-    for place, (axes, (title, value)) in enumerate(
+    for place, (axes, (title, (shown, value))) in enumerate(
         zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True)
     ):
         for number, server in enumerate(servers):
@@ -481,7 +481,7 @@ def plot(reports: Sequence[PhaseReport], path: Path) -> None:
             heights = [index + 0.8 * number / len(servers) for index in range(len(loads))]
             widths = [values.get(load, math.nan) for load in loads]
             bars = axes.barh(heights, widths, 0.8 / len(servers), align="edge", label=server)
-            axes.bar_label(bars, fmt=milliseconds, fontsize="x-small", padding=2)
+            axes.bar_label(bars, fmt=shown, fontsize="x-small", padding=2)
         axes.set_title(title, fontsize="medium")
         axes.margins(x=0.2)
         if not place:

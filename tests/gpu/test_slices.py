@@ -72,7 +72,8 @@ def test_slices_are_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.alone
-def test_steps_are_held_up_for_one_slice_each() -> None:
+def test_steps_are_held_up_for_one_slice_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices are expected to take twice as long as they do, until they have been measured."""
     device = sliced()
     made = tower(device.device)
     limits = capacity(GraphOptions(token_budgets=(2048,)), (64, 16384), 0)
@@ -100,6 +101,14 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in pairwise(ends)]
 
+    launch, slower, at_start = pace.launch, list[Slice](), list[float]()
+
+    def launch_slower(slices: Iterable[Slice]) -> None:
+        slower.extend(Slice(each.launch, 2 * each.seconds) for each in slices)
+        at_start.extend(each.seconds for each in slower)
+        launch(slower)
+
+    monkeypatch.setattr(pace, "launch", launch_slower)
     before = median(steps(20))
     answer = engine.submit(image)
     beside = steps(60)
@@ -112,4 +121,8 @@ def test_steps_are_held_up_for_one_slice_each() -> None:
     print(f"a step {free:.1f} ms; held up: {[round(each, 1) for each in held]} ms")
     assert 4 <= len(held) <= 20
     assert max(held) < 2000 * SLICE_SECONDS
+    pace.step_launched()
+    found = [each.seconds / expected for each, expected in zip(slower, at_start, strict=True)]
+    print(f"slices, measured: {[round(2 * each, 2) for each in found]} of what they took at start")
+    assert sum(each < 0.75 for each in found) > len(found) / 2
     engine.close()

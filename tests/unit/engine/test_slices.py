@@ -335,13 +335,15 @@ def test_what_slices_take_is_measured(
 ) -> None:
     """They took twice as long when the engine started."""
     steps, compute = streams
-    pace = CudaPace(2, cast(torch.cuda.Stream, compute))
+    pace = CudaPace(4, cast(torch.cuda.Stream, compute))
     pace.times.add(READING, 20)  # room for 7
     slices = [Slice(partial(compute.run, 2), 4.0) for _ in range(4)]
 
-    def step() -> float:
-        """Returns how long its slices took."""
+    def step(*, behind: bool = False) -> float:
+        """Returns how long its slices took. `behind`: the step before had already ended."""
         pace.step_launched()
+        if behind:
+            monkeypatch.setattr(SimulatedStream, "now", steps.end)
         before = steps.end
         pace.step(READING)
         taken = max(0, compute.end - before)
@@ -349,17 +351,47 @@ def test_what_slices_take_is_measured(
         monkeypatch.setattr(SimulatedStream, "now", steps.end - 1)  # it runs
         return taken
 
-    assert step() == 0
-    launched = []
-    with ThreadPoolExecutor(1) as threads:
-        for _ in range(2):
+    def seconds() -> list[float]:
+        pace.step_launched()
+        return [each.seconds for each in slices]
+
+    @contextmanager
+    def replay() -> Iterator[None]:
+        monkeypatch.setattr(pace, "idle", lambda: False)
+        with ThreadPoolExecutor(1) as threads:
             threads.submit(pace.launch, slices)
             until(lambda: pace._slices, 10)
-            while pace._slices:
-                launched.append(step())
-        monkeypatch.setattr(SimulatedStream, "now", 1e9)  # so that a test that fails ends
-    assert launched == [2, 2, 2, 2, 6, 2]
-    assert [each.seconds for each in slices] == [2.0] * 4
+            try:
+                yield
+            finally:
+                monkeypatch.setattr(pace, "idle", lambda: True)  # so that a test that fails ends
+
+    assert step() == 0
+    with replay():
+        # If the device may have waited for the launch, it is not timed.
+        assert (step(behind=True), seconds()) == (2, [4, 4, 4, 4])
+        assert (step(), seconds()) == (2, [4, 2, 4, 4])
+        assert (step(), seconds()) == (2, [4, 2, 2, 4])
+        assert pace.finish()
+        assert (step(), seconds()) == (2, [4, 2, 2, 2])
+    with replay():
+        assert [step(), step()] == [4, 4]
+        assert seconds() == [pytest.approx(8 / 3), 2, 2, 2]
+
+
+def test_a_slice_that_fails_is_not_timed(
+    streams: tuple[SimulatedStream, SimulatedStream],
+) -> None:
+    steps, compute = streams
+    pace = CudaPace(5, cast(torch.cuda.Stream, compute))
+    pace.step(READING)
+    steps.run(20)
+    with ThreadPoolExecutor(1) as threads:
+        failing = threads.submit(pace.launch, [Slice(partial(divmod, 1, 0), 5.0)])
+        until(lambda: pace._slices, 10)
+        pace.step(READING)
+        assert isinstance(failing.exception(10), ZeroDivisionError)
+    assert not pace._timed
 
 
 def test_what_slices_took_together_is_divided_and_the_median_counts() -> None:
@@ -372,6 +404,10 @@ def test_what_slices_took_together_is_divided_and_the_median_counts() -> None:
     for _ in range(RECENT):
         took([short, long], 12.0)
     assert (short.seconds, long.seconds) == (4.0, 8.0)
+    unknown = Slice(lambda: None, 0.0)
+    for _ in range(RECENT):
+        took([unknown, unknown], 6.0)
+    assert unknown.seconds == 3.0
 
 
 def test_while_no_step_runs_two_slices_are_launched(monkeypatch: pytest.MonkeyPatch) -> None:
