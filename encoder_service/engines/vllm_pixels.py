@@ -49,12 +49,16 @@ THEIRS: dict[str, Any] = {name: getattr(owner, name, None) for name, owner in OW
 
 
 class Digests:
-    """Those of the files that were decoded last, at most `most`. Several threads may add some."""
+    """Of the files that were decoded last, at most `most`. Several threads may add some."""
 
     def __init__(self) -> None:
         self.most = 0
         self._digests: dict[bytes, None] = {}
         self._lock = Lock()
+
+    def of(self, data: bytes) -> bytes:
+        """Empty if none are kept: hashing takes a millisecond per MB."""
+        return blake2b(data, digest_size=16).digest() if self.most else b""
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._digests
@@ -204,7 +208,7 @@ class JpegIO(ImageMediaIO):  # type: ignore[misc]
             budget.charge(image.width * image.height * 4)
             self.decoded_budget = None  # of this copy, so that nothing is charged twice
         image.jpeg, image.rgb = data, None
-        digest = blake2b(data, digest_size=16).digest()
+        digest = decoded.of(data)
         if digest not in decoded:
             image.rgb = plain_jpeg(data, image)
             if image.rgb is None:
