@@ -183,7 +183,8 @@ def two_path_capacity(
     most = max(options.token_budgets, default=default)
     if most < max(view_tokens):
         raise ConfigError(
-            f"graphs.token_budgets: {most} is less than the {max(view_tokens)} tokens of one view"
+            f"graphs.token_budgets: {most} is less than the {max(view_tokens)} tokens of one view: "
+            "raise it"
         )
     if options.max_frames_per_batch:
         raise ConfigError("graphs.max_frames_per_batch: the model takes no video: leave it out")
@@ -194,7 +195,8 @@ def two_path_capacity(
         check_ascending(f"{path}_token_budgets", budgets)
         if budgets[0] < view:
             raise ConfigError(
-                f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens"
+                f"graphs.{path}_token_budgets: {budgets[0]} is less than one view's {view} tokens: "
+                "leave it out"
             )
     ladders = (whole, (0, *crops))
     graphs = {

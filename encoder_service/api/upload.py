@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from actors.errors import DeadlineExceeded, InvalidRequest, TooLarge, UnsupportedMedia
 from encoder_service.config import LimitOptions
-from encoder_service.intake.limits import Take, check_body_bytes, offload
+from encoder_service.intake.limits import Take, check_body_bytes, declared_bytes, offload
 from encoder_service.wire.documents import KINDS, RequestItem, parse_request
 from encoder_service.wire.formats import UnsupportedType, WireError, read_json
 
@@ -68,9 +68,7 @@ async def in_time(limits: LimitOptions) -> AsyncGenerator[None]:
 
 def check_length(request: Request, limits: LimitOptions) -> None:
     """Raises TooLarge if the declared length exceeds limits.max_body_bytes."""
-    declared = request.headers.get("content-length", "")
-    # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
-    check_body_bytes(int(declared[:18]) if declared.isdecimal() else 0, limits)
+    check_body_bytes(declared_bytes(request.headers.get("content-length", "")), limits)
 
 
 async def limited(request: Request, limits: LimitOptions, take: Take) -> AsyncGenerator[bytes]:

@@ -22,7 +22,7 @@ import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
 from actors.families.registry import read
-from actors.types import DTYPE_BYTES, Dtype, Embedding, SharedBytes
+from actors.types import DTYPE_BYTES, Dtype, Embedding
 from encoder_service.api.answer import timings
 from encoder_service.api.errors import fault
 from encoder_service.bench.cluster import APPLICATION, Cluster
@@ -108,7 +108,7 @@ def over_wire(transport: Transport, protocol: Protocol, dtype: Dtype) -> Encode:
         call = DirectRows(transport).encode
 
     async def encode(images: list[bytes]) -> tuple[float, int]:
-        items = [RequestItem("image", image, None) for image in images]
+        items = [RequestItem("image", image) for image in images]
         document = await call(items, options)
         sizes = (math.prod(one["shape"]) * DTYPE_BYTES[one["dtype"]] for one in document["items"])
         return work_seconds(document["timings"]), sum(sizes)
@@ -135,7 +135,7 @@ def by_handle(options: ServiceOptions, dtype: Dtype, timeout_seconds: float) -> 
         except Exception as error:  # becomes what a client would have got over HTTP
             problem = fault(error, "of the benchmark")
             raise ServiceError(problem.row.type, problem.message) from error
-        return work_seconds(timings(found)), sum(map(size_bytes, found))
+        return work_seconds(timings(found)), sum(one.size_bytes for one in found)
 
     return encode
 
@@ -143,11 +143,6 @@ def by_handle(options: ServiceOptions, dtype: Dtype, timeout_seconds: float) -> 
 def work_seconds(timings: dict[str, Any]) -> float:
     stages = ("queue_ms", "preprocess_ms", "encode_ms")
     return float(sum(timings[stage] for stage in stages)) / 1e3
-
-
-def size_bytes(embedding: Embedding) -> int:
-    data = embedding.data
-    return data.size_bytes if isinstance(data, SharedBytes) else data.nbytes
 
 
 async def send(encode: Encode, load: Load, requests: Iterator[list[bytes]]) -> Result:

@@ -18,9 +18,10 @@ import httpx
 
 from actors.errors import DeadlineExceeded, InvalidMedia, InvalidRequest, TooLarge
 from encoder_service.config import FetchOptions
-from encoder_service.intake.limits import Take
+from encoder_service.intake.limits import Take, declared_bytes
 
 MOST_REDIRECTS = 3
+INSTEAD = "send the file itself as data"
 CLOUDS_OWN = [ipaddress.IPv4Network("168.63.129.16/32"), ipaddress.IPv4Network("192.0.0.0/24")]
 """Public according to Python's tables, but used for Azure's wire server and Oracle's metadata
 service for virtual machines. Those of other clouds are link-local, shared or private."""
@@ -108,13 +109,12 @@ class Fetcher:
         host = target.raw_host.decode("ascii").lower()
         if host not in self.allowed:
             raise InvalidRequest(
-                f"urls of host {host!r} are not fetched here (fetch.allow_hosts): "
-                "send the file itself as data"
+                f"urls of host {host!r} are not fetched here (fetch.allow_hosts): {INSTEAD}"
             )
         if target.scheme != "https" or target.port not in (None, 443):
-            raise InvalidRequest("only https urls on port 443 are fetched")
+            raise InvalidRequest(f"only https urls on port 443 are fetched: {INSTEAD}")
         if target.userinfo:
-            raise InvalidRequest("urls with a user name or password are not fetched")
+            raise InvalidRequest(f"urls with a user name or password are not fetched: {INSTEAD}")
         return target
 
     def check_redirect(self, source: httpx.URL, location: str) -> httpx.URL:
@@ -158,19 +158,15 @@ class Fetcher:
         except (OSError, UnicodeError) as error:
             raise InvalidMedia(f"the host {host!r} cannot be found: {error}") from error
         if not found or not all(is_public(address) for address in found):
-            raise InvalidRequest(
-                f"the host {host!r} has an address that is not public: not fetched"
-            )
+            raise InvalidRequest(f"the host {host!r} has an address that is not public: {INSTEAD}")
         return found
 
     async def read(self, response: httpx.Response, host: str, take: Take) -> bytes:
         if response.status_code != 200:
-            raise InvalidMedia(f"{host} answered {response.status_code}, not 200")
+            raise InvalidMedia(f"{host} answered {response.status_code}, not 200: check the url")
         if response.headers.get("content-encoding", "identity") != "identity":
             raise InvalidMedia(f"{host} sent a compressed body that was not asked for")
-        declared = response.headers.get("content-length", "0")
-        # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
-        self.check_bytes(int(declared[:18]) if declared.isdecimal() else 0, host)
+        self.check_bytes(declared_bytes(response.headers.get("content-length", "")), host)
         body = bytearray()
         try:
             async for chunk in response.aiter_bytes():

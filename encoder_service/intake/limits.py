@@ -24,6 +24,12 @@ Take = Callable[[int], None]
 """Counts bytes of a request. Raises Overloaded if the process would hold too many."""
 
 
+def declared_bytes(length: str) -> int:
+    """Of a content-length header; 0 if it is missing or no number."""
+    # Python refuses to convert thousands of digits; 18 are enough to exceed any limit.
+    return int(length[:18]) if length.isdecimal() else 0
+
+
 def check_items(items: int, limits: LimitOptions) -> None:
     if items > limits.max_items:
         raise TooLarge(

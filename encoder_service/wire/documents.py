@@ -136,9 +136,9 @@ def is_file(content_type: str) -> bool:
 def parse_request(body: bytes, content_type: str) -> tuple[list[RequestItem], dict[str, Any]]:
     """The items of a request, and its options, which are not checked. Raises WireError."""
     media_type = content_type.split(";")[0].strip().lower()
-    for kind in KINDS:
-        if media_type.startswith(f"{kind}/"):
-            return [RequestItem(kind, body, None)], {}
+    if is_file(content_type):
+        kind: Any = media_type.partition("/")[0]
+        return [RequestItem(kind, body)], {}
     if media_type == MSGPACK:
         check_msgpack(body)
         document = read_msgpack(body)
