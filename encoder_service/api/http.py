@@ -25,7 +25,7 @@ from encoder_service.api.upload import check_length, read
 from encoder_service.intake.limits import INLINE_BYTES, Take, offload
 from encoder_service.ops.status import CONTENT_TYPE, merge, page, policy
 from encoder_service.service import Service
-from encoder_service.wire.documents import RequestItem, is_file, short
+from encoder_service.wire.documents import RequestItem, is_file
 from encoder_service.wire.formats import JSON, MSGPACK, NPZ, SAFETENSORS, WRITERS, Document, Piece
 
 ENCODE_PATH = "/v1/encode"
@@ -140,7 +140,7 @@ def build(service: Service, lifespan: Lifespan[FastAPI] | None = None) -> FastAP
         if request.query_params and not is_file(content_type):
             raise InvalidOption(
                 "options belong in the body's `options`: only a bare file has them in the query, "
-                f"with a content type such as image/jpeg, not {short(content_type)}"
+                f"with a content type such as image/jpeg, not {content_type[:100]!r}"
             )
         if len(request.query_params.multi_items()) > len(request.query_params):
             raise InvalidOption("the query has an option twice: give each once")
