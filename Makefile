@@ -5,7 +5,7 @@ BIN := .venv/bin
 # The newest torch that has builds for CPUs alone. Empty: the newest that pyproject.toml allows.
 TORCH ?= 'torch<2.14'
 
-.PHONY: setup serve demo demo-vectors demo-audio test test-extended test-slow vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
+.PHONY: setup serve demo demo-vectors demo-audio test test-extended vllm sglang lint bench manifests api-fuzz openapi-client fuzz audit \
 	screenshot soak soak-service soak-nodes chaos overload refusals hostile lock wheels release
 
 setup: .venv/.installed
@@ -94,10 +94,6 @@ manifests: setup
 # Writes docs/status.png. Needs Debian's chromium and chromium-driver.
 screenshot: setup
 	tests/loopback $(BIN)/python -m tests.screenshot
-
-# Every test that takes minutes: all families in the bench, outliers, autoscaling, soaks.
-test-slow: setup
-	$(PYTEST) -m 'slow and not gpu and not engine'
 
 # 10,000 embeddings, after which object store and process memory must be as before. Takes minutes.
 soak: setup

@@ -62,7 +62,7 @@ def updated(options: Made, user_config: Any, live: Mapping[str, Collection[str]]
     `live`: the keys of each section that can be changed while a replica runs.
     """
     if not isinstance(user_config, Mapping):
-        raise ConfigError("user_config is not a mapping")
+        raise ConfigError("user_config is not a mapping: give keys and values")
     values = options.model_dump(exclude_unset=True)
     for section, given in user_config.items():
         wrong = [section] if section not in live else []

@@ -482,7 +482,9 @@ def load_all(path: Path) -> list[ServiceOptions]:
             continue
         args = application.get("args", {})
         if not isinstance(args, Mapping):
-            raise ConfigError(f"{path}: applications[{index}].args is not a mapping")
+            raise ConfigError(
+                f"{path}: applications[{index}].args is not a mapping: give keys and values"
+            )
         try:
             found.append(counted(parse(args), application))
         except ConfigError as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from actors.allocator import groups
 from actors.engine.device import Copies, Device, Inputs, MediaRows, copy_rows, count
-from actors.engine.slices import Pace, Slice, Step, took
+from actors.engine.slices import Pace, Slice, Step, took_together
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.kernels.break_points import at_break_points, between
@@ -107,7 +107,7 @@ class CudaPace(Pace):
         """Times them, unless the device may have waited for their launch."""
         begin = self._slices_begin
         if begin and not begin.query():
-            self._timed.append((partial(took, slices), begin, timing(self.compute)))
+            self._timed.append((partial(took_together, slices), begin, timing(self.compute)))
 
     def before_step(self, step: Step) -> None:
         assert self.steps
@@ -210,8 +210,11 @@ class CudaDevice(Device):
             for graph in between(graphs):
                 graph.replay()
 
-        seconds = self.seconds_of(replay_all) if pace else []
-        slices = list(map(Slice, map(self.launcher, graphs), seconds))
+        if pace is None:
+            slices = []
+        else:
+            timed = zip(graphs, self.seconds_of(replay_all), strict=True)
+            slices = [Slice(self.launcher(graph), seconds) for graph, seconds in timed]
 
         def replay() -> Tensor:
             if pace is None:

@@ -20,7 +20,7 @@ from actors.engine.budgets import Capacity, Segments
 from actors.engine.device import Device, MediaRows, Places, concatenated
 from actors.engine.packing import Packing, least_cost, monotone, smallest_first
 from actors.errors import StartError
-from actors.kernels.attention import Shapes
+from actors.kernels import Shapes
 from actors.models.tower import Tower
 from actors.spec.sizing import BlockSizing
 from actors.telemetry.metrics import EncoderMetrics

@@ -47,11 +47,12 @@ class Slice:
         self.seconds = median_low(self._taken)
 
 
-def took(slices: Sequence[Slice], seconds: float) -> None:
-    """Divides what slices took together among them, as they were expected to take."""
-    expected = [each.seconds or 1e-6 for each in slices]
+def took_together(slices: Sequence[Slice], seconds: float) -> None:
+    """Divides what slices took together among them, in proportion to what was expected of each."""
+    expected = [each.seconds or 1e-6 for each in slices]  # 0 would stay 0
+    total = sum(expected)
     for each, share in zip(slices, expected, strict=True):
-        each.took(seconds * share / sum(expected))
+        each.took(seconds * share / total)
 
 
 class Step(NamedTuple):
@@ -130,7 +131,7 @@ class Pace:
             most = min(LAST_SLICES * self.slice_seconds, self.times.room_of_any())
             if not self._slices or seconds > most:
                 return False
-            self._finished_seconds += self._launch(inf)
+            self._finished_seconds += self._launch_within(inf)
             self._passed = 0
             self._changed.notify()
             return self._failure is None
@@ -149,13 +150,13 @@ class Pace:
                 self._passed += 1
                 if self._slices[0].seconds <= left:
                     self._passed = 0
-                    self._launch(left)
+                    self._launch_within(left)
                 if not self._slices:
                     self._changed.notify()
         self.before_step(step)
 
-    def _launch(self, left: float) -> float:
-        """Launches slices for this many seconds, and returns theirs."""
+    def _launch_within(self, left: float) -> float:
+        """Launches slices that take at most so many seconds in all. Returns how many they take."""
         launched: list[Slice] = []
         self.after_steps()
         while self._slices and self._slices[0].seconds <= left:

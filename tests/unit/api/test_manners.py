@@ -106,6 +106,13 @@ def test_other_bodies_have_no_options_in_the_query() -> None:
     assert (sent.status_code, "only a bare file" in sent.text) == (422, True)
 
 
+def test_a_bare_file_with_curls_default_content_type_is_told_so() -> None:
+    form = {"content-type": "application/x-www-form-urlencoded"}
+    sent = client(Fleet()).post("/v1/encode?dtype=float32", content=jpeg(64, 64), headers=form)
+    assert sent.status_code == 422
+    assert "such as image/jpeg, not 'application/x-www-form-urlencoded'" in sent.text
+
+
 def test_the_document_names_the_options_of_the_query() -> None:
     document = client(Fleet()).get("/openapi.json").json()
     operation = document["paths"]["/v1/encode"]["post"]

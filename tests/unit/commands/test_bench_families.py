@@ -21,16 +21,11 @@ from tests.small_presets import SMALL, write_small
 pytestmark = pytest.mark.extended
 
 BRIEF = ["--device", "cpu", "--repeats", "1"]
-IN_CI = {"qwen25vl-7b", "internvl3-8b", "gemma3-4b", "clip-vit-l-336", "deepseek-ocr-tiny"}
-"""One with windows, tiles, squares, vectors and two paths each; the others are slow."""
 PRESETS = [*SMALL, "deepseek-ocr-tiny"]
 
 
 @pytest.mark.timeout(600)  # the CPU computes large budgets: minutes on a slow machine
-@pytest.mark.parametrize(
-    "preset",
-    [pytest.param(name, marks=[] if name in IN_CI else pytest.mark.slow) for name in PRESETS],
-)
+@pytest.mark.parametrize("preset", PRESETS)
 def test_every_family_in_every_mode(
     preset: str,
     tmp_path: Path,

@@ -31,7 +31,7 @@ from actors.engine.slices import (
     Slice,
     Step,
     StepTimes,
-    took,
+    took_together,
 )
 from actors.kernels.break_points import at_break_points, between
 from actors.media.patchify import patchifier_of
@@ -396,17 +396,17 @@ def test_a_slice_that_fails_is_not_timed(
 
 def test_what_slices_took_together_is_divided_and_the_median_counts() -> None:
     short, long = Slice(lambda: None, 2.0), Slice(lambda: None, 4.0)
-    took([short, long], 3.0)
+    took_together([short, long], 3.0)
     assert (short.seconds, long.seconds) == (1.0, 2.0)
     for seconds in (60.0, 3.0):
-        took([short, long], seconds)
+        took_together([short, long], seconds)
     assert (short.seconds, long.seconds) == (1.0, 2.0)
     for _ in range(RECENT):
-        took([short, long], 12.0)
+        took_together([short, long], 12.0)
     assert (short.seconds, long.seconds) == (4.0, 8.0)
     unknown = Slice(lambda: None, 0.0)
     for _ in range(RECENT):
-        took([unknown, unknown], 6.0)
+        took_together([unknown, unknown], 6.0)
     assert unknown.seconds == 3.0
 
 

@@ -221,6 +221,7 @@ def test_each_image_of_a_request_is_charged_once(pixels: Any, name: str) -> None
         with suppress(OSError):  # Pillow's, of the truncated one
             pixels.jpeg_io(theirs).load_bytes((FILES | NOT_OURS)[name])
     assert charged == [241 * 173 * 4 if name == "orientation 6" else 160 * 128 * 4] * 2
+    assert theirs.decoded_budget is not None
 
 
 def test_an_image_beyond_the_budget_is_not_decoded(

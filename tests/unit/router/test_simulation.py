@@ -117,7 +117,7 @@ def test_replicas_whose_items_end_before_the_news_of_them_comes_do_not_tell() ->
     assert p99(simulate(flow)) < 1.5 * p99(simulate(replace(flow, known="everything")))
 
 
-@pytest.mark.parametrize("replicas", [4, 8, 64])
+@pytest.mark.parametrize("replicas", [4, 8, 16, 64])
 @pytest.mark.parametrize(("slower", "at_least_by_patches"), [(2, 1.3), (4, 2.2)])
 def test_replicas_of_different_speed_are_balanced_by_seconds(
     replicas: int, slower: int, at_least_by_patches: float
