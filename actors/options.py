@@ -278,6 +278,14 @@ def block_form(
     return "fast" if fast else "compile"
 
 
+class PackingOptions(Options):
+    policy: Literal["least_cost", "smallest_first"] = "least_cost"
+    """`least_cost` measures the replay time of each budget at start-up, and forms the packs that
+    take the least time in total. On the CPU it measures for a second and extrapolates the rest.
+    `smallest_first` fills packs up to the largest budget. With `graphs.mode: exact` or `off`, both
+    are the same."""
+
+
 class SharedCacheOptions(Options):
     """A second cache that all replicas share and that outlives them."""
 
@@ -517,6 +525,7 @@ class ActorOptions(Options):
     model: ModelOptions
     encoder: EncoderOptions = EncoderOptions()
     graphs: GraphOptions = GraphOptions()
+    packing: PackingOptions = PackingOptions()
     cache: CacheOptions = CacheOptions()
     references: ReferenceOptions = ReferenceOptions()
     preprocess: PreprocessOptions = PreprocessOptions()

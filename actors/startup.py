@@ -58,7 +58,7 @@ def open_engine(options: ActorOptions, series: EncoderMetrics, slice_seconds: fl
     if options.graphs.sizes_file:
         capacity = learned(options.graphs.sizes_file, capacity, tower.spec)
     graphs = capture(tower, capacity, device, series)
-    packing = choose_packing(graphs)
+    packing = choose_packing(options.packing, graphs)
     # With an engine and metrics of its own, so that the metrics count only what clients sent.
     cost = warm(Engine(tower, graphs, capacity, device, EncoderMetrics()))
     for of, seconds in asdict(cost).items() if cost else ():

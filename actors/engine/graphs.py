@@ -22,6 +22,7 @@ from actors.engine.packing import Packing, least_cost, monotone, smallest_first
 from actors.errors import StartError
 from actors.kernels import Shapes
 from actors.models.tower import Tower
+from actors.options import PackingOptions
 from actors.spec.sizing import BlockSizing
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Grid, Item, ItemPlan
@@ -368,11 +369,11 @@ def more(device: Device) -> str:
     return "give the replica a GPU of its own (encoder.num_gpus: 1)"
 
 
-def choose_packing(graphs: Mapping[str, GraphSet]) -> Packing:
-    """Packs take the least time in total: the replay time of each budget is measured here, before
-    anything has been staged. Without a choice of budgets (modes `exact` and `off`) they are filled
-    as far as they go."""
-    if all(len(path.budgets) <= 1 for path in graphs.values()):
+def choose_packing(options: PackingOptions, graphs: Mapping[str, GraphSet]) -> Packing:
+    """The packing policy. For `least_cost`, each budget is measured here, before anything has been
+    staged. Without a choice of budgets (modes `exact` and `off`) both policies are the same."""
+    choice = any(len(path.budgets) > 1 for path in graphs.values())
+    if options.policy == "smallest_first" or not choice:
         return smallest_first
     costs = [monotone(path.replay_seconds()) for path in graphs.values()]
     for path, seconds in zip(graphs, costs, strict=True):

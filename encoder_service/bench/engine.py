@@ -30,7 +30,7 @@ from actors.models.layers.weights import NO_FP8, Fp8Layers
 from actors.models.load import build, check_fp8, tensors
 from actors.models.precision import read_plan
 from actors.models.tower import Tower
-from actors.options import BlockForm, GraphOptions, ModelOptions, block_form
+from actors.options import BlockForm, GraphOptions, ModelOptions, PackingOptions, block_form
 from actors.spec.model_spec import ModelSpec
 from actors.types import PLURALS, ItemPlan, Pack, Size
 from encoder_service.bench.reference import PlainTower, Reference, relative_error
@@ -230,7 +230,7 @@ class Bench:
             for graphs in of_mode:  # in the order in which packs replay them
                 graphs.capture(report)
         by_path = dict(zip(self.spec.paths, self.budgeted, strict=True))
-        self.packing = choose_packing(by_path)
+        self.packing = choose_packing(PackingOptions(), by_path)
 
     def measure(
         self, name: str, calls: Mapping[str, Callable[[], Rows]], batch: Batch

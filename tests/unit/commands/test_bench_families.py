@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from actors.engine import budgets
-from actors.options import ActorOptions, EncoderOptions, ModelOptions
+from actors.options import ActorOptions, EncoderOptions, ModelOptions, PackingOptions
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from encoder_service import cli
@@ -59,6 +59,7 @@ def test_what_images_of_every_family_take_is_measured_at_start(
     options = ActorOptions(
         model=ModelOptions(id=model, load_format="dummy", dtype="float32"),
         encoder=EncoderOptions(device="cpu", num_gpus=0),
+        packing=PackingOptions(policy="smallest_first"),
     )
     series = EncoderMetrics()
     opened = open_engine(options, series)

@@ -16,7 +16,7 @@ from actors.engine.engine import Engine
 from actors.engine.graphs import SIGHTS_PER_GRAPH, ExactGraphSet, capture, choose_packing
 from actors.engine.packing import smallest_first
 from actors.kernels.attention import Values
-from actors.options import GraphOptions
+from actors.options import GraphOptions, PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
 from tests.toy_tower import ToyTower, toy_item, toy_rows
 
@@ -116,7 +116,7 @@ def test_the_engine_counts_first_sights_and_exact_hits() -> None:
     metrics = EncoderMetrics()
     tower, device = ToyTower(), Device()
     graphs = capture(tower, CAPACITY, device, metrics)
-    packing = choose_packing(graphs)
+    packing = choose_packing(PackingOptions(policy="least_cost"), graphs)
     assert packing is smallest_first  # no budgets, no choice
     engine = Engine(tower, graphs, CAPACITY, device, metrics, packing)
     sources: list[str] = []
@@ -189,7 +189,7 @@ def test_a_cpu_does_not_run_every_budget_before_items_come(monkeypatch: pytest.M
     monkeypatch.setattr("actors.engine.graphs.perf_counter", lambda: tower.now)
     graphs = capture(tower, budgets, device, EncoderMetrics())
     assert tower.forwards == 0
-    packing = choose_packing(graphs)
+    packing = choose_packing(PackingOptions(), graphs)
     assert 0 < tower.forwards < 4 * 30 < 4 * len(ladder)
     alike = [toy_item(8, seed).plan for seed in range(4)]
     assert [len(pack.items) for pack in packing(alike, budgets)] == [4]
@@ -203,7 +203,7 @@ def test_every_budget_is_measured_before_items_come() -> None:
     seconds = graphs["default"].replay_seconds()
     assert sorted(seconds) == [4, 16, LARGEST]
     assert all(0 < each < 1 for each in seconds.values())
-    packing = choose_packing(graphs)
+    packing = choose_packing(PackingOptions(), graphs)
     assert packing is not smallest_first
     packs = packing([toy_item(4, 0).plan] * 3, budgets)
     assert sorted(i for pack in packs for i in pack.items) == [0, 1, 2]

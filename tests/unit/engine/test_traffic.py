@@ -87,6 +87,7 @@ def test_a_pipeline_counts_what_clients_sent_and_leaves_it_in_the_file(
             },
             "encoder": {"device": "cpu", "num_gpus": 0},
             "graphs": {"token_budgets": "learned", "sizes_file": str(path)},
+            "packing": {"policy": "smallest_first"},
         }
     )
     budgets = []

@@ -16,7 +16,7 @@ from actors.engine.graphs import capture, choose_packing
 from actors.engine.packing import Packing, graphs_hold, least_cost, smallest_first
 from actors.errors import ConfigError
 from actors.families.registry import read
-from actors.options import GraphOptions, ModelOptions
+from actors.options import GraphOptions, ModelOptions, PackingOptions
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Size
 from tests.toy_two_paths import TwoPathToy, two_path_item, two_path_rows
@@ -223,7 +223,7 @@ def test_replay_times_of_both_paths_are_weighed() -> None:
     rig = Rig(SMALL)
     rig.encode(two_path_item(1, 1, 0))
     rig.engine.close()
-    weighed = choose_packing(rig.graphs)
+    weighed = choose_packing(PackingOptions(), rig.graphs)
     plans = [two_path_item(2, 0, 0).plan, two_path_item(2, 2, 0).plan]
     assert sorted(i for pack in weighed(plans, SMALL) for i in pack.items) == [0, 1]
 
