@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
@@ -48,6 +49,7 @@ from encoder_service.engines.vllm_patches import (
     patches_of,
     pixels_and_grid,
 )
+from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 
@@ -304,6 +306,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
             check(vllm_config)
             vllm_patches.engine_is_here = True
             LocalConnector.encoder = open_encoder(vllm_config)
+            sys.setswitchinterval(SWITCH_SECONDS)
         elif LocalConnector.encoder is None:
             raise ValueError(
                 "place is local, but the worker is in another process: leave out "

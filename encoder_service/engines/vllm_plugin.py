@@ -7,6 +7,7 @@ vLLM's renderer, which knows the configuration. Unless place is local, it change
 from __future__ import annotations
 
 import logging
+import sys
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +16,10 @@ from encoder_service.engines.vllm import CONNECTOR
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
 RENDERER = ("vllm.renderers.hf", "HfRenderer")
+
+SWITCH_SECONDS = 0.0005
+"""How long one of vLLM's threads keeps the GIL from another. With Python's 5 ms, tokens waited for
+threads that schedule the next step or preprocess images (BENCHMARKS "Answers")."""
 
 
 def register() -> None:
@@ -39,6 +44,7 @@ def renderer(config: Any, tokenizer: Any) -> Any:
         or transfer.get_from_extra_config("place", None) != "local"
     ):
         return made
+    sys.setswitchinterval(SWITCH_SECONDS)
     try:
         from encoder_service.engines.vllm_pixels import use
 

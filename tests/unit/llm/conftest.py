@@ -55,3 +55,10 @@ def halves(connector_module: ModuleType, url: str) -> Iterator[Halves]:
     yield make
     for one in made:
         one.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    yield
+    sys.setswitchinterval(before)

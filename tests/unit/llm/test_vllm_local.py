@@ -29,6 +29,7 @@ from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import Clip, Item, ItemPlan, Size
 from encoder_service.engines import vllm_patches
+from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, config, stand_in
 from tests.waiting import until
@@ -215,13 +216,15 @@ def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
     assert found.equal(as_vllm(Item(plan, patches.numpy()), spec, torch.uint8))
 
 
-def test_images_are_not_kept_whole_in_the_process_of_vllms_tower(
+def test_the_process_of_vllms_tower(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It does not keep images whole, and its threads take turns more often."""
     vllm_local = import_module("encoder_service.engines.vllm_local")
     monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
     connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
     assert vllm_patches.engine_is_here
+    assert sys.getswitchinterval() == SWITCH_SECONDS
 
 
 class StubEngine:

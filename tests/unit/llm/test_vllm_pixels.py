@@ -321,6 +321,7 @@ def test_place_local_uses_our_code(pixels: Any, caplog: pytest.LogCaptureFixture
         assert type(made) is HfRenderer
         vllm_plugin.renderer(config(), None)  # another one of the process
     assert not stock(pixels)
+    assert sys.getswitchinterval() == vllm_plugin.SWITCH_SECONDS
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
     after = [vllm.image_processor([image], **given) for given in ({}, {"do_rescale": False})]
     assert after[0]["pixel_values"].equal(before[0]["pixel_values"]), "floats"
@@ -345,6 +346,7 @@ def test_any_other_configuration_changes_nothing(
 ) -> None:
     assert type(vllm_plugin.renderer(off, None)) is HfRenderer
     assert stock(pixels)
+    assert sys.getswitchinterval() > vllm_plugin.SWITCH_SECONDS
     assert not caplog.records
 
 
