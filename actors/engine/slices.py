@@ -16,9 +16,8 @@ from typing import NamedTuple
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
 STRETCH = 1.2
-"""A step and its slices take at most this many times as long as a full step without slices. With
-1.35 as many requests were answered, and the p99 between tokens was longer (BENCHMARKS "Answers").
-"""
+"""A step and its slices take at most this many times as long as a full step without slices. 1.35
+answered no more requests, and the p99 between tokens was longer (BENCHMARKS "Answers")."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -27,8 +26,8 @@ is launched before a step is scheduled, so that this step can use its rows."""
 PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
-"""Steps whose tokens and contexts differ by less are taken to be equally long. A step of 385 tokens
-differs from one of 384, because it may need the next larger CUDA graph."""
+"""Steps are timed in classes of so many tokens and so much context. A class of tokens ends at a
+multiple of TOKENS_APART (321 to 384), because CUDA graphs do."""
 RECENT = 31
 """So many measurements of such steps, and of each slice, are kept. Their median counts, because a
 GPU slows down under load."""

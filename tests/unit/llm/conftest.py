@@ -59,6 +59,7 @@ def halves(connector_module: ModuleType, url: str) -> Iterator[Halves]:
 
 @pytest.fixture(autouse=True)
 def switch_interval() -> Iterator[None]:
+    """Restored, because place local changes it for the whole process."""
     before = sys.getswitchinterval()
     yield
     sys.setswitchinterval(before)

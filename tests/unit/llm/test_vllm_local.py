@@ -216,10 +216,9 @@ def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
     assert found.equal(as_vllm(Item(plan, patches.numpy()), spec, torch.uint8))
 
 
-def test_the_process_of_vllms_tower(
+def test_the_process_of_vllms_tower_keeps_no_image_whole_and_switches_threads_often(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not keep images whole, and its threads take turns more often."""
     vllm_local = import_module("encoder_service.engines.vllm_local")
     monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
     connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
