@@ -16,8 +16,9 @@ from typing import NamedTuple
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
 STRETCH = 1.2
-"""A step and its slices take at most this many times as long as a full step without slices. 1.35
-answered no more requests, and the p99 between tokens was longer (BENCHMARKS "Answers")."""
+"""A step and its slices take at most this many times as long as a full step without slices. With
+steps of 896 tokens, 1.35 answered no more requests, and the p99 between tokens was longer
+(BENCHMARKS "Answers")."""
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -27,7 +28,7 @@ PASSES = 7
 """At most so many steps in a row wait for no slice."""
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps are timed in classes of so many tokens and so much context. A class of tokens ends at a
-multiple of TOKENS_APART (321 to 384), because CUDA graphs do."""
+multiple of TOKENS_APART (321 to 384), where a CUDA graph usually ends, too."""
 RECENT = 31
 """So many measurements of such steps, and of each slice, are kept. Their median counts, because a
 GPU slows down under load."""

@@ -34,7 +34,7 @@ HERE, THERE = "10.77.0.1", "10.77.0.2"
 IMAGES = [jpeg(side, 96 + place) for side in (64, 256) for place in range(8)]
 """Rows of 0.2 and of 1.2 MB."""
 MOST_SECONDS = 4.0
-"""Maximum time of a request on the lost node: half a second, 1.5 s for a probe, and a load."""
+"""Maximum time of requests on the lost node: half a second, 1.5 s for a probe, and a load."""
 
 
 def options(folder: Path) -> ServiceOptions:
@@ -122,8 +122,8 @@ def main() -> None:
         print("ids of the lost node were answered in", *(f"{each:.1f}" for each in taken), "s")
         assert {one.status_code for one in answers} == {503}
         assert "encode the item again" in answers[0].json()["error"]["message"]
-        assert taken[0] < MOST_SECONDS
         assert max(taken[1:]) < REACH_SECONDS, "they wait for no probe"
+        assert sum(taken) < MOST_SECONDS
         print("all nodes did their part", flush=True)
 
 
