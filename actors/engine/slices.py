@@ -15,10 +15,11 @@ from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
-STRETCH = 1.2
-"""A step and its slices take at most this many times as long as a full step without slices. With
-steps of 896 tokens, 1.35 answered no more requests, and the p99 between tokens was longer
-(BENCHMARKS "Answers")."""
+STRETCH, STRETCH_BEHIND = 1.2, 1.35
+"""A step and its slices take at most this many times as long as a full step without slices: the
+second if at least BEHIND items wait, because then more requests are answered (BENCHMARKS
+"Answers")."""
+BEHIND = 3
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
 LAST_SLICES = 3
@@ -29,6 +30,10 @@ PASSES = 7
 TOKENS_APART, CONTEXT_APART = 64, 512
 """Steps are timed in classes of so many tokens and so much context. A class of tokens ends at a
 multiple of TOKENS_APART (321 to 384), where a CUDA graph usually ends, too."""
+LONG_CONTEXT = 2 * CONTEXT_APART
+"""From here on, it is measured by how much a context makes a step longer."""
+LEAST_SHARE = 4
+"""However long the context, a step reads this part of a full one."""
 RECENT = 31
 """So many measurements of such steps, and of each slice, are kept. Their median counts, because a
 GPU slows down under load."""
@@ -67,16 +72,26 @@ class Step(NamedTuple):
 class StepTimes:
     """How long steps have recently taken without their slices."""
 
-    def __init__(self) -> None:
+    def __init__(self, full_tokens: float = inf) -> None:
+        """`full_tokens`: the most tokens of a step in which requests decode."""
+        self.full_tokens = full_tokens
         self._seconds: dict[Step, deque[float]] = {}
         self._full: Step | None = None
+        self._growth = deque[float](maxlen=RECENT)
+        """Of the time of a step for each token of its context, as a share."""
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
         self._seconds.setdefault(kind, deque(maxlen=RECENT)).append(seconds)
+        if step.tokens > self.full_tokens:
+            return
         self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
+        if step.context >= LONG_CONTEXT and 2 * kind.tokens > self._full.tokens:
+            share = (kind.tokens + 1) / (self._full.tokens + 1)
+            times = seconds / (share * median_low(self._seconds[self._full]))
+            self._growth.append((times - 1) / step.context)
 
-    def room(self, step: Step) -> tuple[float, bool]:
+    def room(self, step: Step, stretch: float) -> tuple[float, bool]:
         """Seconds for slices before `step`, 0 until a step has been measured. And whether the step
         takes longer than a full one, because it reads the end of a long prompt. A full step has the
         most tokens, and of such steps the least context."""
@@ -84,11 +99,18 @@ class StepTimes:
             return 0.0, False
         full, kind = median_low(self._seconds[self._full]), self._kind(step)
         seconds = median_low(self._seconds[kind]) if kind in self._seconds else full
-        return STRETCH * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
+        return stretch * full - seconds, seconds > full and 2 * kind.tokens > self._full.tokens
 
-    def room_of_any(self) -> float:
+    def room_of_any(self, stretch: float) -> float:
         """Seconds for slices before a step of which nothing is known yet: those of a full one."""
-        return (STRETCH - 1) * median_low(self._seconds[self._full]) if self._full else 0.0
+        return (stretch - 1) * median_low(self._seconds[self._full]) if self._full else 0.0
+
+    def tokens_beside(self, context: int, stretch: float) -> float:
+        """The most tokens of a step beside so much context with which it takes at most `stretch`
+        times as long as a full one."""
+        growth = max(0.0, median_low(self._growth)) if self._growth else 0.0
+        share = min(1.0, stretch / (1 + growth * context))
+        return self.full_tokens * max(share, 1 / LEAST_SHARE)
 
     def _kind(self, step: Step) -> Step:
         return Step((step.tokens - 1) // TOKENS_APART, step.context // CONTEXT_APART)
@@ -106,11 +128,16 @@ class Pace:
     def __init__(self, slice_seconds: float) -> None:
         self.slice_seconds = slice_seconds
         self.times = StepTimes()
+        self.waiting = 0  # items that nobody has begun to encode
         self._changed = threading.Condition()
         self._slices = deque[Slice]()  # of a replay, not launched yet
         self._finished_seconds = 0.0  # of slices launched since the last step
         self._passed = 0  # steps since one waited for a slice
         self._failure: Exception | None = None
+
+    @property
+    def stretch(self) -> float:
+        return STRETCH_BEHIND if self.waiting >= BEHIND else STRETCH
 
     def launch(self, slices: Iterable[Slice]) -> None:
         """Returns when all slices are launched. Raises what one of them raised."""
@@ -129,7 +156,7 @@ class Pace:
         """Launches the rest of a replay if it is short. Returns whether it did."""
         with self._changed:
             seconds = self._finished_seconds + sum(each.seconds for each in self._slices)
-            most = min(LAST_SLICES * self.slice_seconds, self.times.room_of_any())
+            most = min(LAST_SLICES * self.slice_seconds, self.times.room_of_any(self.stretch))
             if not self._slices or seconds > most:
                 return False
             self._finished_seconds += self._launch_within(inf)
@@ -144,7 +171,7 @@ class Pace:
         with self._changed:
             finished, self._finished_seconds = self._finished_seconds, 0.0
             if self._slices:
-                room, long = self.times.room(step)
+                room, long = self.times.room(step, self.stretch)
                 left = min(room, SLICES * self.slice_seconds) - finished
                 if not finished and (not long or self._passed == PASSES):
                     left = max(left, self._slices[0].seconds)

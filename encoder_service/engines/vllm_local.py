@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.engine.engine import Engine
-from actors.engine.slices import Step
+from actors.engine.slices import Step, StepTimes
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
 from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
@@ -85,6 +85,9 @@ class LocalOptions(Options):
     place: str = "local"
     chunk_ms: float = Field(5, gt=0)
     """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
+    decode_step_tokens: int | None = Field(None, gt=0)
+    """Maximum tokens of a step in which requests decode. A longer context means fewer. None: as
+    many as of any step (--max-num-batched-tokens)."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
     graphs: LocalGraphOptions = LocalGraphOptions()
@@ -123,12 +126,13 @@ class LocalEncoder:
     """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
     `submit` are called from vLLM's thread."""
 
-    def __init__(self, engine: Engine, ahead_bytes: int) -> None:
+    def __init__(self, engine: Engine, ahead_bytes: int, decode_step_tokens: int) -> None:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
         assert engine.device.pace is not None
         self.pace = engine.device.pace
+        self.pace.times = StepTimes(decode_step_tokens)
         self.half_pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
@@ -147,6 +151,20 @@ class LocalEncoder:
         self.threads.shutdown()
         self.engine.close()
         log.info("the engine encoded %d items", self.encoded)
+
+    def step_tokens(self, running: Sequence[Any], most: int) -> int:
+        """Maximum tokens of the next step, with these requests of vLLM. With few tokens, it keeps
+        those that decode waiting for less time."""
+        reading = [
+            each.num_computed_tokens
+            for each in running
+            if each.num_computed_tokens < each.num_prompt_tokens
+        ]
+        if len(reading) == len(running):
+            return most
+        context = reading[0] if reading else 0
+        fewer = int(self.pace.times.tokens_beside(context, self.pace.stretch))
+        return min(most, max(fewer, len(running)))
 
     def begin(self) -> None:
         """Called while a step is scheduled, more than once. Launches what is left of a pack if it
@@ -234,6 +252,7 @@ class LocalEncoder:
             self.threads.submit(self.submit, item, item.rows)
             used += item.size_bytes
             encoding.append(item.plan.tokens)
+        self.pace.waiting = sum(item.rows is None for item in self.items.values())
 
     def submit(self, item: LocalItem, rows: Future[Tensor]) -> None:
         """Runs in `threads`."""
@@ -304,6 +323,8 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
+            scheduler = vllm_config.scheduler_config
+            scheduler.scheduler_cls = paced(scheduler.get_scheduler_cls())
             vllm_patches.engine_is_here = True
             LocalConnector.encoder = open_encoder(vllm_config)
             sys.setswitchinterval(SWITCH_SECONDS)
@@ -420,6 +441,22 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""
 
 
+def paced(scheduler: type[Any]) -> type[Any]:
+    """vLLM's scheduler, or one that is derived from it, with steps of `LocalEncoder.step_tokens`."""
+
+    class PacedScheduler(scheduler):  # type: ignore[misc]
+        def schedule(self, *arguments: Any, **options: Any) -> Any:
+            most = self.max_num_scheduled_tokens
+            encoder = the(LocalConnector.encoder)
+            self.max_num_scheduled_tokens = encoder.step_tokens(self.running, most)
+            try:
+                return super().schedule(*arguments, **options)
+            finally:
+                self.max_num_scheduled_tokens = most
+
+    return PacedScheduler
+
+
 def step_of(scheduler_output: Any) -> Step:
     tokens = scheduler_output.total_num_scheduled_tokens
     counts, known = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
@@ -450,6 +487,13 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
     from vllm.platforms import current_platform
 
     options = LocalOptions.model_validate(vllm_config.ec_transfer_config.ec_connector_extra_config)
+    steps = vllm_config.scheduler_config
+    decode_step_tokens = options.decode_step_tokens or steps.max_num_batched_tokens
+    if not steps.max_num_seqs <= decode_step_tokens <= steps.max_num_batched_tokens:
+        raise ValueError(
+            f"decode_step_tokens is {decode_step_tokens}, but must be from {steps.max_num_seqs} "
+            f"(--max-num-seqs) to {steps.max_num_batched_tokens} (--max-num-batched-tokens)"
+        )
     model, kind = vllm_config.model_config, current_platform.device_type
     dummy = vllm_config.load_config.load_format == "dummy"
     actor = ActorOptions.model_validate(
@@ -481,7 +525,7 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
-    return LocalEncoder(engine, options.ahead_bytes)
+    return LocalEncoder(engine, options.ahead_bytes, decode_step_tokens)
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

@@ -224,7 +224,7 @@ def test_images_that_vllm_evicts_and_needs_again_are_answered(engines: Engines) 
     a request for them, so that its tower must encode them at once."""
     if engines.family != "qwen3_vl":
         pytest.skip("for one family")
-    extra = {"place": "local", "graphs": {"token_budgets": [64, 256]}}
+    extra = {"place": "local", "graphs": {"token_budgets": [64, 256]}, "decode_step_tokens": 128}
     options = {
         "limit_mm_per_prompt": TOWER,
         "max_num_batched_tokens": "256",

@@ -116,7 +116,7 @@ def test_steps_are_held_up_for_one_slice_each(monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(answer.result().rows, alone)
     free = max(before, median(steps(20)))  # a lower clock makes all steps longer
     held = [each - free for each in beside if each > free + 0.5]
-    measured = 1000 * pace.times.room(FULL)[0] / (STRETCH - 1)
+    measured = 1000 * pace.times.room(FULL, STRETCH)[0] / (STRETCH - 1)
     assert 0.8 * before < measured < 1.1 * free
     print(f"a step {free:.1f} ms; held up: {[round(each, 1) for each in held]} ms")
     assert 4 <= len(held) <= 20

@@ -22,11 +22,14 @@ from actors.engine.device import Device
 from actors.engine.engine import Engine
 from actors.engine.graphs import GraphSet, capture
 from actors.engine.slices import (
+    BEHIND,
     LAST_SLICES,
+    LEAST_SHARE,
     PASSES,
     RECENT,
     SLICES,
     STRETCH,
+    STRETCH_BEHIND,
     Pace,
     Slice,
     Step,
@@ -109,6 +112,20 @@ def test_a_step_with_its_slices_takes_a_limited_multiple_of_a_full_one(
     with pace.replay(*[2.5] * 20):
         pace.step(step)
         assert pace.seen == [*["after"] * bool(slices), *["slice"] * slices, "step"]
+
+
+@pytest.mark.parametrize(
+    ("waiting", "step", "slices"),
+    [(BEHIND - 1, READING, 2), (BEHIND, READING, 4), (BEHIND, DECODING, 11), (BEHIND, LAST, 2)],
+)
+def test_steps_wait_for_more_slices_while_items_wait(waiting: int, step: Step, slices: int) -> None:
+    """With 1.35 times 35, there is room for 12.25, 28.25 and 6.75."""
+    assert STRETCH_BEHIND == 1.35
+    pace = timed(5)
+    pace.waiting = waiting
+    with pace.replay(*[2.5] * 20):
+        pace.step(step)
+        assert pace.seen.count("slice") == slices
 
 
 def test_where_full_steps_are_long_the_number_of_slices_is_limited() -> None:
@@ -245,7 +262,7 @@ def test_the_median_of_recent_full_steps_counts() -> None:
     times = StepTimes()
 
     def full() -> float:
-        return times.room_of_any() / (STRETCH - 1)
+        return times.room_of_any(STRETCH) / (STRETCH - 1)
 
     times.add(Step(640, 600), 40)  # more context
     for seconds, expected in ((30, 30), (12, 12), (20, 20), (90, 20)):
@@ -256,7 +273,7 @@ def test_the_median_of_recent_full_steps_counts() -> None:
         times.add(Step(640, 600), 40)
         times.add(Step(576, 0), 3)  # fewer tokens
     assert full() == pytest.approx(14)
-    assert times.room(Step(576, 0))[0] == pytest.approx(STRETCH * 14 - 3)
+    assert times.room(Step(576, 0), STRETCH)[0] == pytest.approx(STRETCH * 14 - 3)
     times.add(Step(1024, 0), 25)  # more
     assert full() == pytest.approx(25)
 
@@ -265,8 +282,49 @@ def test_steps_with_a_larger_graph_are_timed_apart() -> None:
     times = StepTimes()
     for tokens, seconds in ((320, 12), (321, 14), (384, 14), (385, 16)):
         times.add(Step(tokens, 0), seconds)
-    assert times.room(Step(300, 0))[0] == pytest.approx(STRETCH * 16 - 12)
-    assert times.room(Step(350, 0))[0] == pytest.approx(STRETCH * 16 - 14)
+    assert times.room(Step(300, 0), STRETCH)[0] == pytest.approx(STRETCH * 16 - 12)
+    assert times.room(Step(350, 0), STRETCH)[0] == pytest.approx(STRETCH * 16 - 14)
+
+
+def test_beside_a_long_context_a_step_reads_fewer_tokens() -> None:
+    """So that it takes at most so many times as long as a full one."""
+    times = StepTimes(768)
+    assert times.tokens_beside(100_000, STRETCH) == 768  # nothing was measured
+
+    def seconds(step: Step) -> float:
+        return step.tokens * (1 + step.context / 16_000) / 1000
+
+    for step in (Step(768, 0), Step(700, 4000), Step(512, 8000), Step(512, 12_000)):
+        for _ in range(5):
+            times.add(step, seconds(step))
+    for context in (0, 2000, 8000, 16_000, 32_000):
+        tokens = times.tokens_beside(context, STRETCH)
+        assert tokens == pytest.approx(min(768, 768 * STRETCH / (1 + context / 16_000)), rel=0.1)
+        assert seconds(Step(int(tokens), context)) < 1.1 * STRETCH * seconds(Step(768, 0))
+    assert times.tokens_beside(10**6, STRETCH) == 768 / LEAST_SHARE
+
+
+def test_what_makes_steps_longer_is_measured_with_long_steps_and_contexts_alone() -> None:
+    times = StepTimes(768)
+    for step, seconds in (
+        (Step(768, 0), 20),
+        (Step(768, 600), 40),  # little context
+        (Step(64, 8000), 40),  # few tokens
+        (Step(2048, 8000), 90),  # nobody decodes
+    ):
+        times.add(step, seconds)
+    assert times.tokens_beside(8000, STRETCH) == 768
+    times.add(Step(768, 8000), 19)  # not shorter
+    assert times.tokens_beside(8000, STRETCH) == 768
+
+
+def test_steps_in_which_nobody_decodes_are_not_full_ones() -> None:
+    times = StepTimes(768)
+    times.add(Step(2048, 0), 50)
+    assert times.room_of_any(STRETCH) == 0
+    times.add(Step(768, 0), 20)
+    assert times.room_of_any(STRETCH) == pytest.approx(4)
+    assert times.room(Step(2048, 0), STRETCH) == (pytest.approx(24 - 50), True)
 
 
 class SimulatedStream:

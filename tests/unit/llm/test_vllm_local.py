@@ -74,6 +74,19 @@ class Images:
         return int(self.mm_features[index].mm_position.length)
 
 
+class Scheduler:
+    """vLLM's, as far as the connector changes it."""
+
+    def __init__(self, running: list[Any]) -> None:
+        self.running = running
+        self.max_num_scheduled_tokens = 2048
+
+    def schedule(self, throttle_prefills: bool = False) -> int:
+        if throttle_prefills:
+            raise RuntimeError("throttled")
+        return self.max_num_scheduled_tokens
+
+
 def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
     """vllm.config.VllmConfig, as far as the connector reads it."""
     vllm = config(None, cache=cache)
@@ -81,6 +94,9 @@ def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -
     vllm.ec_transfer_config.ec_connector_extra_config = extra
     vllm.ec_transfer_config.get_from_extra_config = extra.get
     vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
+    vllm.scheduler_config = SimpleNamespace(
+        max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: Scheduler
+    )
     vllm.load_config = SimpleNamespace(load_format="dummy")
     vllm.model_config.model, vllm.model_config.revision = model, None
     vllm.model_config.dtype = torch.float32
@@ -91,7 +107,7 @@ class Halves:
     """Both halves of the connector, and what vLLM does with them."""
 
     def __init__(self, module: ModuleType, model: str, **options: Any) -> None:
-        vllm = configured(model, **options)
+        vllm = self.config = configured(model, **options)
         connect = module.EncoderServiceConnector
         self.worker = connect(vllm, ECConnectorRole.WORKER)
         self.scheduler = connect(vllm, ECConnectorRole.SCHEDULER)
@@ -486,6 +502,63 @@ def test_two_items_are_encoded_at_a_time_or_half_a_pack(stubbed: Stubbed) -> Non
     stubbed.submitted(13)
 
 
+def test_steps_wait_for_more_slices_while_items_wait(stubbed: Stubbed) -> None:
+    pace = stubbed.worker.encoder.pace
+    requests = [stubbed.images(str(n), str(n), rows=40) for n in range(5)]
+    stubbed.step(*requests)
+    assert pace.waiting == 3
+    stubbed.submitted(2)
+    stubbed.answer(0)
+    until(lambda: stubbed.step(requests[0]))
+    stubbed.step(*requests[1:])
+    assert pace.waiting == 2
+    for request in requests:
+        stubbed.scheduler.request_finished(request)
+    stubbed.step()
+    assert pace.waiting == 0
+
+
+def running(computed: int, prompt: int = 4000) -> Any:
+    """A request of vLLM."""
+    return SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+
+
+@pytest.mark.parametrize(
+    ("requests", "tokens"),
+    [
+        ((), 2048),
+        ((running(0), running(3999)), 2048),  # nobody waits for the next token
+        ((running(4000),), 768),
+        ((running(4063), running(1024)), 768),
+        ((running(4063), running(3000)), 768),
+        ((running(4063), running(16_000, 20_000)), 460),  # takes twice as long as with little
+        ((*[running(4063)] * 500, running(10**6, 10**7)), 501),
+        ((running(4063), running(10**6, 10**7)), 192),
+    ],
+)
+def test_steps_in_which_requests_decode_read_fewer_tokens(
+    requests: tuple[Any, ...],
+    tokens: int,
+    connector_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=768)
+    times = halves.worker.encoder.pace.times
+    times.add(Step(768, 0), 20)
+    times.add(Step(768, 16_000), 40)
+    scheduler = halves.config.scheduler_config.scheduler_cls(list(requests))
+    assert scheduler.schedule() == tokens
+    with pytest.raises(RuntimeError, match="throttled"):
+        scheduler.schedule(throttle_prefills=True)
+    assert scheduler.max_num_scheduled_tokens == 2048
+    halves.worker.shutdown()
+
+
+def test_without_decode_step_tokens_all_steps_may_be_as_large(stubbed: Stubbed) -> None:
+    scheduler = stubbed.config.scheduler_config.scheduler_cls([running(4000), running(0)])
+    assert scheduler.schedule() == 2048
+
+
 def test_answers_that_are_being_written_keep_no_large_request_waiting(
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -710,6 +783,9 @@ def test_what_cannot_work_is_refused_at_start(
         start("pixtral-12b")
     with pytest.raises(ValueError, match="chunks"):
         start("qwen3vl-tiny", chunks=1)
+    for tokens in (7, 2049):
+        with pytest.raises(ValueError, match="decode_step_tokens .* from 8 .* to 2048"):
+            start("qwen3vl-tiny", decode_step_tokens=tokens)
     from encoder_service.engines.vllm_local import LocalConnector
 
     with pytest.raises(ValueError, match="in another process"):
