@@ -442,9 +442,11 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def paced(scheduler: type[Any]) -> type[Any]:
-    """vLLM's scheduler, or one that is derived from it, with steps of `LocalEncoder.step_tokens`."""
+    """vLLM's scheduler, or one derived from it, with steps of `LocalEncoder.step_tokens`."""
 
     class PacedScheduler(scheduler):  # type: ignore[misc]
+        max_num_scheduled_tokens: int
+
         def schedule(self, *arguments: Any, **options: Any) -> Any:
             most = self.max_num_scheduled_tokens
             encoder = the(LocalConnector.encoder)

@@ -784,7 +784,7 @@ def test_what_cannot_work_is_refused_at_start(
     with pytest.raises(ValueError, match="chunks"):
         start("qwen3vl-tiny", chunks=1)
     for tokens in (7, 2049):
-        with pytest.raises(ValueError, match="decode_step_tokens .* from 8 .* to 2048"):
+        with pytest.raises(ValueError, match=r"decode_step_tokens .* from 8 .* to 2048"):
             start("qwen3vl-tiny", decode_step_tokens=tokens)
     from encoder_service.engines.vllm_local import LocalConnector
 
