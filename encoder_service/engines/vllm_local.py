@@ -442,7 +442,15 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
 
 
 def paced(scheduler: type[Any]) -> type[Any]:
-    """vLLM's scheduler, or one derived from it, with steps of `LocalEncoder.step_tokens`."""
+    """vLLM's scheduler, or one derived from it, with steps of `LocalEncoder.step_tokens`. Raises
+    ValueError for others."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    if not issubclass(scheduler, Scheduler):
+        raise ValueError(
+            f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
+            f"derived from vLLM's {Scheduler.__qualname__}"
+        )
 
     class PacedScheduler(scheduler):  # type: ignore[misc]
         max_num_scheduled_tokens: int

@@ -66,12 +66,28 @@ class ECConnectorBase(ABC):
         return set()
 
 
+class Scheduler:
+    """Of vllm/v1/core/sched/scheduler.py, as far as a connector changes it."""
+
+    def __init__(self, running: list[Any]) -> None:
+        self.running = running
+        self.max_num_scheduled_tokens = 2048
+
+    def schedule(self, throttle_prefills: bool = False) -> int:
+        if throttle_prefills:
+            raise RuntimeError("throttled")
+        return self.max_num_scheduled_tokens
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts them where vLLM's own would be."""
     folder = "vllm.distributed.ec_transfer.ec_connector"
     names = ["vllm", "vllm.distributed", "vllm.distributed.ec_transfer", folder]
+    scheduler = "vllm.v1.core.sched.scheduler"
+    names += ["vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", scheduler]
     for name in [*names, f"{folder}.base", "vllm.platforms"]:
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    vars(sys.modules[scheduler])["Scheduler"] = Scheduler
     base: Any = sys.modules[f"{folder}.base"]
     for one in (ECConnectorBase, ECConnectorMetadata, ECConnectorRole):
         setattr(base, one.__name__, one)

@@ -31,7 +31,7 @@ from actors.types import Clip, Item, ItemPlan, Size
 from encoder_service.engines import vllm_patches
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from tests.small_presets import write_small
-from tests.unit.vllm_half import ECConnectorRole, config, stand_in
+from tests.unit.vllm_half import ECConnectorRole, Scheduler, config, stand_in
 from tests.waiting import until
 
 FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
@@ -72,19 +72,6 @@ class Images:
 
     def get_num_encoder_embeds(self, index: int) -> int:
         return int(self.mm_features[index].mm_position.length)
-
-
-class Scheduler:
-    """vLLM's, as far as the connector changes it."""
-
-    def __init__(self, running: list[Any]) -> None:
-        self.running = running
-        self.max_num_scheduled_tokens = 2048
-
-    def schedule(self, throttle_prefills: bool = False) -> int:
-        if throttle_prefills:
-            raise RuntimeError("throttled")
-        return self.max_num_scheduled_tokens
 
 
 def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
@@ -786,8 +773,10 @@ def test_what_cannot_work_is_refused_at_start(
     for tokens in (7, 2049):
         with pytest.raises(ValueError, match=r"decode_step_tokens .* from 8 .* to 2048"):
             start("qwen3vl-tiny", decode_step_tokens=tokens)
-    from encoder_service.engines.vllm_local import LocalConnector
+    from encoder_service.engines.vllm_local import LocalConnector, paced
 
+    with pytest.raises(ValueError, match=r"--scheduler-cls is Other, .* from vLLM's Scheduler"):
+        paced(type("Other", (), {}))
     with pytest.raises(ValueError, match="in another process"):
         LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
     monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_local", None)
