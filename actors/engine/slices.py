@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from math import inf
 from statistics import median_low
 from typing import NamedTuple
@@ -16,9 +16,9 @@ from typing import NamedTuple
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
 STRETCH, STRETCH_BEHIND = 1.2, 1.35
-"""A step and its slices take at most this many times as long as a full step without slices: the
-second if at least BEHIND items wait, because then more requests are answered (BENCHMARKS
-"Answers")."""
+"""A step in which a request decodes takes, with its slices, at most this many times as long as a
+full one without slices: the second if at least BEHIND items wait, so that more of them are encoded.
+(BENCHMARKS "How long a step may take".)"""
 BEHIND = 3
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
@@ -33,7 +33,7 @@ multiple of TOKENS_APART (321 to 384), where a CUDA graph usually ends, too."""
 LONG_CONTEXT = 2 * CONTEXT_APART
 """From here on, it is measured by how much a context makes a step longer."""
 LEAST_SHARE = 4
-"""However long the context, a step reads this part of a full one."""
+"""However long the context, a step has a part of the tokens of a full one: 1 / LEAST_SHARE."""
 RECENT = 31
 """So many measurements of such steps, and of each slice, are kept. Their median counts, because a
 GPU slows down under load."""
@@ -72,13 +72,15 @@ class Step(NamedTuple):
 class StepTimes:
     """How long steps have recently taken without their slices."""
 
-    def __init__(self, full_tokens: float = inf) -> None:
-        """`full_tokens`: the most tokens of a step in which requests decode."""
+    def __init__(self, full_tokens: float = inf, graph_tokens: Collection[int] = ()) -> None:
+        """`full_tokens`: the most tokens of a step in which a request decodes. `graph_tokens`:
+        sizes of CUDA graphs; a step takes as long as one with as many tokens as its graph."""
         self.full_tokens = full_tokens
+        self.graph_tokens = graph_tokens
         self._seconds: dict[Step, deque[float]] = {}
         self._full: Step | None = None
         self._growth = deque[float](maxlen=RECENT)
-        """Of the time of a step for each token of its context, as a share."""
+        """Of the time of a full step for each token of its context, as a share."""
 
     def add(self, step: Step, seconds: float) -> None:
         kind = self._kind(step)
@@ -86,15 +88,15 @@ class StepTimes:
         if step.tokens > self.full_tokens:
             return
         self._full = max(self._full or kind, kind, key=lambda each: (each.tokens, -each.context))
-        if step.context >= LONG_CONTEXT and 2 * kind.tokens > self._full.tokens:
-            share = (kind.tokens + 1) / (self._full.tokens + 1)
-            times = seconds / (share * median_low(self._seconds[self._full]))
+        if step.context >= LONG_CONTEXT and kind.tokens == self._full.tokens:
+            times = seconds / median_low(self._seconds[self._full])
             self._growth.append((times - 1) / step.context)
 
     def room(self, step: Step, stretch: float) -> tuple[float, bool]:
         """Seconds for slices before `step`, 0 until a step has been measured. And whether the step
-        takes longer than a full one, because it reads the end of a long prompt. A full step has the
-        most tokens, and of such steps the least context."""
+        takes longer than a full one, because it reads the end of a long prompt, or because it has
+        more tokens, as no request decodes in it. A full step has the most tokens up to
+        `full_tokens`, and of such steps the least context."""
         if self._full is None:
             return 0.0, False
         full, kind = median_low(self._seconds[self._full]), self._kind(step)
@@ -109,8 +111,13 @@ class StepTimes:
         """The most tokens of a step beside so much context with which it takes at most `stretch`
         times as long as a full one."""
         growth = max(0.0, median_low(self._growth)) if self._growth else 0.0
-        share = min(1.0, stretch / (1 + growth * context))
-        return self.full_tokens * max(share, 1 / LEAST_SHARE)
+        share = stretch / (1 + growth * context)
+        if share >= 1:
+            return self.full_tokens
+        tokens = self.full_tokens * max(share, 1 / LEAST_SHARE)
+        if tokens > max(self.graph_tokens, default=0):
+            return tokens
+        return max((each for each in self.graph_tokens if each <= tokens), default=tokens)
 
     def _kind(self, step: Step) -> Step:
         return Step((step.tokens - 1) // TOKENS_APART, step.context // CONTEXT_APART)

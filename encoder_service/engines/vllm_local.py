@@ -22,6 +22,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
+from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -34,7 +35,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.engine.engine import Engine
-from actors.engine.slices import Step, StepTimes
+from actors.engine.slices import LEAST_SHARE, Step, StepTimes
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
 from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
@@ -86,7 +87,7 @@ class LocalOptions(Options):
     chunk_ms: float = Field(5, gt=0)
     """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
     decode_step_tokens: int | None = Field(None, gt=0)
-    """Maximum tokens of a step in which requests decode. A longer context means fewer. None: as
+    """Maximum tokens of a step in which a request decodes; fewer beside a long context. None: as
     many as of any step (--max-num-batched-tokens)."""
     ahead_bytes: int = Field(2**30, gt=0)
     """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
@@ -126,13 +127,13 @@ class LocalEncoder:
     """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
     `submit` are called from vLLM's thread."""
 
-    def __init__(self, engine: Engine, ahead_bytes: int, decode_step_tokens: int) -> None:
+    def __init__(self, engine: Engine, ahead_bytes: int, times: StepTimes) -> None:
         self.engine = engine
         self.spec: ModelSpec = engine.tower.spec
         self.ahead_bytes = ahead_bytes
         assert engine.device.pace is not None
         self.pace = engine.device.pace
-        self.pace.times = StepTimes(decode_step_tokens)
+        self.pace.times = times
         self.half_pack_tokens = most_tokens(engine) // 2
         self.items: dict[str, LocalItem] = {}
         self.ready: set[str] = set()  # requests whose items are encoded, some still in `items`
@@ -152,19 +153,23 @@ class LocalEncoder:
         self.engine.close()
         log.info("the engine encoded %d items", self.encoded)
 
-    def step_tokens(self, running: Sequence[Any], most: int) -> int:
-        """Maximum tokens of the next step, with these requests of vLLM. With few tokens, it keeps
-        those that decode waiting for less time."""
-        reading = [
-            each.num_computed_tokens
-            for each in running
-            if each.num_computed_tokens < each.num_prompt_tokens
-        ]
-        if len(reading) == len(running):
+    def step_tokens(self, running: Sequence[Any], most: int, block: int) -> int:
+        """Maximum tokens of the next step, with these requests of vLLM: `most` if none decodes,
+        otherwise fewer, but always enough for those that decode, and for a part of a prompt that
+        is not less than `block`. The context is that of the first prompt."""
+        decoding = [one for one in running if one.num_computed_tokens >= one.num_prompt_tokens]
+        if not decoding:
             return most
-        context = reading[0] if reading else 0
-        fewer = int(self.pace.times.tokens_beside(context, self.pace.stretch))
-        return min(most, max(fewer, len(running)))
+        prompts = (one for one in running if one.num_computed_tokens < one.num_prompt_tokens)
+        context = max((one.num_computed_tokens for one in islice(prompts, 1)), default=0)
+        times = self.pace.times
+        tokens = int(times.tokens_beside(context, self.pace.stretch))
+        needed: int = sum(
+            one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
+            for one in decoding
+        )
+        least = needed + max(block, int(times.full_tokens / LEAST_SHARE))
+        return min(most, max(tokens, least))
 
     def begin(self) -> None:
         """Called while a step is scheduled, more than once. Launches what is left of a pack if it
@@ -449,7 +454,7 @@ def paced(scheduler: type[Any]) -> type[Any]:
     if not issubclass(scheduler, Scheduler):
         raise ValueError(
             f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
-            f"derived from vLLM's {Scheduler.__qualname__}"
+            "derived from vLLM's Scheduler"
         )
 
     class PacedScheduler(scheduler):  # type: ignore[misc]
@@ -457,8 +462,10 @@ def paced(scheduler: type[Any]) -> type[Any]:
 
         def schedule(self, *arguments: Any, **options: Any) -> Any:
             most = self.max_num_scheduled_tokens
-            encoder = the(LocalConnector.encoder)
-            self.max_num_scheduled_tokens = encoder.step_tokens(self.running, most)
+            # Of some models with mamba layers, vLLM reads prompts in whole blocks only.
+            block = self.cache_config.block_size if self.need_mamba_block_aligned_split else 0
+            tokens = the(LocalConnector.encoder).step_tokens(self.running, most, block)
+            self.max_num_scheduled_tokens = tokens
             try:
                 return super().schedule(*arguments, **options)
             finally:
@@ -535,7 +542,8 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
-    return LocalEncoder(engine, options.ahead_bytes, decode_step_tokens)
+    graphs = vllm_config.compilation_config.cudagraph_capture_sizes or ()
+    return LocalEncoder(engine, options.ahead_bytes, StepTimes(decode_step_tokens, graphs))
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

@@ -72,6 +72,8 @@ class Scheduler:
     def __init__(self, running: list[Any]) -> None:
         self.running = running
         self.max_num_scheduled_tokens = 2048
+        self.need_mamba_block_aligned_split = False
+        self.cache_config = SimpleNamespace(block_size=544)
 
     def schedule(self, throttle_prefills: bool = False) -> int:
         if throttle_prefills:

@@ -294,28 +294,43 @@ def test_beside_a_long_context_a_step_reads_fewer_tokens() -> None:
     def seconds(step: Step) -> float:
         return step.tokens * (1 + step.context / 16_000) / 1000
 
-    for step in (Step(768, 0), Step(700, 4000), Step(512, 8000), Step(512, 12_000)):
+    for step in (Step(768, 0), Step(768, 1500), Step(768, 3000), Step(512, 8000)):
         for _ in range(5):
             times.add(step, seconds(step))
     for context in (0, 2000, 8000, 16_000, 32_000):
         tokens = times.tokens_beside(context, STRETCH)
-        assert tokens == pytest.approx(min(768, 768 * STRETCH / (1 + context / 16_000)), rel=0.1)
-        assert seconds(Step(int(tokens), context)) < 1.1 * STRETCH * seconds(Step(768, 0))
+        assert tokens == pytest.approx(min(768, 768 * STRETCH / (1 + context / 16_000)), rel=0.01)
+        assert seconds(Step(int(tokens), context)) < 1.01 * STRETCH * seconds(Step(768, 0))
     assert times.tokens_beside(10**6, STRETCH) == 768 / LEAST_SHARE
 
 
-def test_what_makes_steps_longer_is_measured_with_long_steps_and_contexts_alone() -> None:
+@pytest.mark.parametrize(
+    ("sizes", "tokens"),
+    [((64, 512, 640, 768), 512), ((1024,), 614.4), ((64, 512), 614.4), ((), 614.4)],
+)
+def test_a_step_with_fewer_tokens_has_as_many_as_a_graph(
+    sizes: tuple[int, ...], tokens: float
+) -> None:
+    """Because with more it would take as long as with the next larger graph."""
+    times = StepTimes(768, sizes)
+    times.add(Step(768, 0), 20)
+    times.add(Step(768, 8000), 30)
+    assert times.tokens_beside(8000, STRETCH) == pytest.approx(tokens)
+    assert times.tokens_beside(2000, STRETCH) == 768
+
+
+def test_what_makes_steps_longer_is_measured_with_full_steps_and_long_contexts_alone() -> None:
     times = StepTimes(768)
     for step, seconds in (
         (Step(768, 0), 20),
         (Step(768, 600), 40),  # little context
-        (Step(64, 8000), 40),  # few tokens
+        (Step(646, 1500), 20),  # with the graph of a full one
+        (Step(64, 8000), 40),
         (Step(2048, 8000), 90),  # nobody decodes
+        (Step(768, 8000), 19),  # not shorter
     ):
         times.add(step, seconds)
-    assert times.tokens_beside(8000, STRETCH) == 768
-    times.add(Step(768, 8000), 19)  # not shorter
-    assert times.tokens_beside(8000, STRETCH) == 768
+        assert times.tokens_beside(10**6, STRETCH) == 768
 
 
 def test_steps_in_which_nobody_decodes_are_not_full_ones() -> None:

@@ -84,6 +84,7 @@ def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -
     vllm.scheduler_config = SimpleNamespace(
         max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: Scheduler
     )
+    vllm.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[8, 256, 448, 768])
     vllm.load_config = SimpleNamespace(load_format="dummy")
     vllm.model_config.model, vllm.model_config.revision = model, None
     vllm.model_config.dtype = torch.float32
@@ -489,7 +490,7 @@ def test_two_items_are_encoded_at_a_time_or_half_a_pack(stubbed: Stubbed) -> Non
     stubbed.submitted(13)
 
 
-def test_steps_wait_for_more_slices_while_items_wait(stubbed: Stubbed) -> None:
+def test_items_that_nobody_has_begun_to_encode_are_counted(stubbed: Stubbed) -> None:
     pace = stubbed.worker.encoder.pace
     requests = [stubbed.images(str(n), str(n), rows=40) for n in range(5)]
     stubbed.step(*requests)
@@ -505,9 +506,15 @@ def test_steps_wait_for_more_slices_while_items_wait(stubbed: Stubbed) -> None:
     assert pace.waiting == 0
 
 
-def running(computed: int, prompt: int = 4000) -> Any:
-    """A request of vLLM."""
-    return SimpleNamespace(num_computed_tokens=computed, num_prompt_tokens=prompt)
+def running(computed: int, prompt: int = 4000, drafts: int = 0) -> Any:
+    """A request of vLLM. `drafts`: tokens that its speculative decoding checks in each step."""
+    total = max(prompt, computed + 1 + drafts)
+    return SimpleNamespace(
+        num_computed_tokens=computed,
+        num_prompt_tokens=prompt,
+        num_tokens_with_spec=total - 1,
+        num_output_placeholders=1,  # as with async scheduling
+    )
 
 
 @pytest.mark.parametrize(
@@ -518,9 +525,11 @@ def running(computed: int, prompt: int = 4000) -> Any:
         ((running(4000),), 768),
         ((running(4063), running(1024)), 768),
         ((running(4063), running(3000)), 768),
-        ((running(4063), running(16_000, 20_000)), 460),  # takes twice as long as with little
-        ((*[running(4063)] * 500, running(10**6, 10**7)), 501),
-        ((running(4063), running(10**6, 10**7)), 192),
+        ((running(4063), running(16_000, 20_000)), 448),  # twice as long as with little: 460 fit
+        ((running(4063), running(10**6, 10**7)), 1 + 192),
+        ((*[running(4063)] * 500, running(10**6, 10**7)), 500 + 192),
+        ((*[running(4063, drafts=4)] * 200, running(0)), 1000 + 192),
+        ((*[running(4063, drafts=9)] * 200, running(0)), 2048),
     ],
 )
 def test_steps_in_which_requests_decode_read_fewer_tokens(
@@ -529,6 +538,7 @@ def test_steps_in_which_requests_decode_read_fewer_tokens(
     connector_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """But all that those requests need."""
     halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=768)
     times = halves.worker.encoder.pace.times
     times.add(Step(768, 0), 20)
@@ -538,6 +548,16 @@ def test_steps_in_which_requests_decode_read_fewer_tokens(
     with pytest.raises(RuntimeError, match="throttled"):
         scheduler.schedule(throttle_prefills=True)
     assert scheduler.max_num_scheduled_tokens == 2048
+    halves.worker.shutdown()
+
+
+def test_where_vllm_reads_whole_blocks_a_step_has_room_for_one(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=512)
+    scheduler = halves.config.scheduler_config.scheduler_cls([*[running(4063)] * 60, running(0)])
+    scheduler.need_mamba_block_aligned_split = True
+    assert scheduler.schedule() == 60 + scheduler.cache_config.block_size
     halves.worker.shutdown()
 
 
