@@ -22,7 +22,6 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
-from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
@@ -160,8 +159,12 @@ class LocalEncoder:
         decoding = [one for one in running if one.num_computed_tokens >= one.num_prompt_tokens]
         if not decoding:
             return most
-        prompts = (one for one in running if one.num_computed_tokens < one.num_prompt_tokens)
-        context = max((one.num_computed_tokens for one in islice(prompts, 1)), default=0)
+        contexts = (
+            one.num_computed_tokens
+            for one in running
+            if one.num_computed_tokens < one.num_prompt_tokens
+        )
+        context = next(contexts, 0)
         times = self.pace.times
         tokens = int(times.tokens_beside(context, self.pace.stretch))
         needed: int = sum(
