@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device is idle
 
-STRETCH, STRETCH_BEHIND = 1.2, 1.35
+STRETCH, STRETCH_BEHIND = 1.2, 1.4
 """A step in which a request decodes takes, with its slices, at most this many times as long as a
 full one without slices: the second if at least BEHIND items wait, so that more of them are encoded.
 (BENCHMARKS "How long a step may take".)"""

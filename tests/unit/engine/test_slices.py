@@ -116,11 +116,11 @@ def test_a_step_with_its_slices_takes_a_limited_multiple_of_a_full_one(
 
 @pytest.mark.parametrize(
     ("waiting", "step", "slices"),
-    [(BEHIND - 1, READING, 2), (BEHIND, READING, 4), (BEHIND, DECODING, 11), (BEHIND, LAST, 2)],
+    [(BEHIND - 1, READING, 2), (BEHIND, READING, 5), (BEHIND, DECODING, 12), (BEHIND, LAST, 3)],
 )
 def test_steps_wait_for_more_slices_while_items_wait(waiting: int, step: Step, slices: int) -> None:
-    """With 1.35 times 35, there is room for 12.25, 28.25 and 6.75."""
-    assert STRETCH_BEHIND == 1.35
+    """With 1.4 times 35, there is room for 14, 30 and 8.5."""
+    assert STRETCH_BEHIND == 1.4
     pace = timed(5)
     pace.waiting = waiting
     with pace.replay(*[2.5] * 20):
