@@ -305,7 +305,9 @@ def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.Monke
                 stream = ServerReflectionStub(channel).ServerReflectionInfo()
                 await stream.write(ServerReflectionRequest(list_services="*"))
                 assert SERVICE.full_name in str(await stream.read())
-            assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            # OK if the service stopped before it waited for the next message.
+            ends = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK
+            assert await stream.code() in ends
 
     asyncio.run(run())
 
