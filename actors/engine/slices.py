@@ -17,8 +17,8 @@ POLL_SECONDS = 0.001  # how often the engine's thread checks whether the device 
 
 STRETCH, STRETCH_BEHIND = 1.2, 1.4
 """A step in which a request decodes takes, with its slices, at most this many times as long as a
-full one without slices: the second if at least BEHIND items wait, so that more of them are encoded.
-(BENCHMARKS "How long a step may take".)"""
+full one without slices. The second counts while the encoder is behind, with at least BEHIND items
+waiting (BENCHMARKS "How long a step may take")."""
 BEHIND = 3
 SLICES = 12
 """A step waits for the time of this many slices at most, where full steps are long."""
@@ -32,8 +32,6 @@ TOKENS_APART, CONTEXT_APART = 64, 512
 multiple of TOKENS_APART (321 to 384), where a CUDA graph usually ends, too."""
 LONG_CONTEXT = 2 * CONTEXT_APART
 """From here on, it is measured by how much a context makes a step longer."""
-LEAST_SHARE = 4
-"""However long the context, a step has a part of the tokens of a full one: 1 / LEAST_SHARE."""
 RECENT = 31
 """So many measurements of such steps, and of each slice, are kept. Their median counts, because a
 GPU slows down under load."""
@@ -114,8 +112,8 @@ class StepTimes:
         share = stretch / (1 + growth * context)
         if share >= 1:
             return self.full_tokens
-        tokens = self.full_tokens * max(share, 1 / LEAST_SHARE)
-        if tokens > max(self.graph_tokens, default=0):
+        tokens = self.full_tokens * share
+        if tokens > max(self.graph_tokens, default=0):  # such a step has no graph
             return tokens
         return max((each for each in self.graph_tokens if each <= tokens), default=tokens)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
@@ -34,7 +34,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.engine.engine import Engine
-from actors.engine.slices import LEAST_SHARE, Step, StepTimes
+from actors.engine.slices import Step, StepTimes
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
 from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
@@ -52,6 +52,7 @@ from encoder_service.engines.vllm_patches import (
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
+from encoder_service.engines.vllm_steps import paced, step_of
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
@@ -151,28 +152,6 @@ class LocalEncoder:
         self.threads.shutdown()
         self.engine.close()
         log.info("the engine encoded %d items", self.encoded)
-
-    def step_tokens(self, running: Sequence[Any], most: int, block: int) -> int:
-        """Maximum tokens of the next step, with these requests of vLLM: `most` if none decodes,
-        otherwise fewer, but always enough for those that decode, and for a part of a prompt that
-        is not less than `block`. The context is that of the first prompt."""
-        decoding = [one for one in running if one.num_computed_tokens >= one.num_prompt_tokens]
-        if not decoding:
-            return most
-        contexts = (
-            one.num_computed_tokens
-            for one in running
-            if one.num_computed_tokens < one.num_prompt_tokens
-        )
-        context = next(contexts, 0)
-        times = self.pace.times
-        tokens = int(times.tokens_beside(context, self.pace.stretch))
-        needed: int = sum(
-            one.num_tokens_with_spec + one.num_output_placeholders - one.num_computed_tokens
-            for one in decoding
-        )
-        least = needed + max(block, int(times.full_tokens / LEAST_SHARE))
-        return min(most, max(tokens, least))
 
     def begin(self) -> None:
         """Called while a step is scheduled, more than once. Launches what is left of a pack if it
@@ -331,10 +310,10 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
-            scheduler = vllm_config.scheduler_config
-            scheduler.scheduler_cls = paced(scheduler.get_scheduler_cls())
             vllm_patches.engine_is_here = True
-            LocalConnector.encoder = open_encoder(vllm_config)
+            encoder = LocalConnector.encoder = open_encoder(vllm_config)
+            scheduler = vllm_config.scheduler_config  # vLLM creates it after this
+            scheduler.scheduler_cls = paced(scheduler.get_scheduler_cls(), encoder.pace)
             sys.setswitchinterval(SWITCH_SECONDS)
         elif LocalConnector.encoder is None:
             raise ValueError(
@@ -449,43 +428,6 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         """Does nothing, because vLLM's own cache keeps what vLLM has encoded."""
 
 
-def paced(scheduler: type[Any]) -> type[Any]:
-    """vLLM's scheduler, or one derived from it, with steps of `LocalEncoder.step_tokens`. Raises
-    ValueError for others."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    if not issubclass(scheduler, Scheduler):
-        raise ValueError(
-            f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
-            "derived from vLLM's Scheduler"
-        )
-
-    class PacedScheduler(scheduler):  # type: ignore[misc]
-        max_num_scheduled_tokens: int
-
-        def schedule(self, *arguments: Any, **options: Any) -> Any:
-            most = self.max_num_scheduled_tokens
-            # Of some models with mamba layers, vLLM reads prompts in whole blocks only.
-            block = self.cache_config.block_size if self.need_mamba_block_aligned_split else 0
-            tokens = the(LocalConnector.encoder).step_tokens(self.running, most, block)
-            self.max_num_scheduled_tokens = tokens
-            try:
-                return super().schedule(*arguments, **options)
-            finally:
-                self.max_num_scheduled_tokens = most
-
-    return PacedScheduler
-
-
-def step_of(scheduler_output: Any) -> Step:
-    tokens = scheduler_output.total_num_scheduled_tokens
-    counts, known = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
-    computed = dict(zip(known.req_ids, known.num_computed_tokens, strict=True))
-    computed |= {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
-    before = sum(count * computed[request] for request, count in counts.items())
-    return Step(tokens, before // max(1, tokens))
-
-
 def the(encoder: LocalEncoder | None) -> LocalEncoder:
     assert encoder is not None, "vLLM has shut the connector down"
     return encoder
@@ -493,11 +435,19 @@ def the(encoder: LocalEncoder | None) -> LocalEncoder:
 
 def check(vllm_config: Any) -> None:
     """Raises ValueError."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
     parallel = vllm_config.parallel_config
     if parallel.world_size_across_dp > 1:
         raise ValueError(
             f"place is local, which is for one GPU, not {parallel.world_size_across_dp}: use "
             "tensor, pipeline and data parallel sizes of 1, or an encoder service (url)"
+        )
+    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
+    if not issubclass(scheduler, Scheduler):
+        raise ValueError(
+            f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
+            "derived from vLLM's Scheduler"
         )
     check_multimodal(vllm_config)
 

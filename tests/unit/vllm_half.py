@@ -81,6 +81,18 @@ class Scheduler:
         return self.max_num_scheduled_tokens
 
 
+def running(computed: int, prompt: int = 4000, drafts: int = 0) -> Any:
+    """A request in `Scheduler.running`. `drafts`: tokens that its speculative decoding checks in
+    each step."""
+    total = max(prompt, computed + 1 + drafts)
+    return SimpleNamespace(
+        num_computed_tokens=computed,
+        num_prompt_tokens=prompt,
+        num_tokens_with_spec=total - 1,
+        num_output_placeholders=1,  # as with async scheduling
+    )
+
+
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts them where vLLM's own would be."""
     folder = "vllm.distributed.ec_transfer.ec_connector"

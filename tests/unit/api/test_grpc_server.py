@@ -10,6 +10,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -22,7 +23,7 @@ from actors.families.registry import read
 from encoder_service.api import grpc as rpc
 from encoder_service.api import grpc_calls
 from encoder_service.api.grpc import CHUNK_BYTES, ENVELOPE_BYTES, EncoderCalls, serving
-from encoder_service.api.grpc_calls import OPEN_BYTES, Reads
+from encoder_service.api.grpc_calls import OPEN_BYTES, OpenReads, Reads
 from encoder_service.bench.cluster import free_ports
 from encoder_service.client.grpc_transport import CONNECTIONS, GrpcTransport
 from encoder_service.config import AuthOptions, IngressOptions, LimitOptions, ServiceOptions
@@ -296,7 +297,16 @@ def test_calls_that_send_nothing_end_when_others_wait(monkeypatch: pytest.Monkey
 
 
 def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends although the service waits for its next message."""
     monkeypatch.setattr(grpc_calls, "OPEN_SECONDS", 1.0)
+    reads = list[OpenReads]()
+    read = OpenReads.read
+
+    async def counted(self: OpenReads, context: Any) -> Any:
+        reads.append(self)
+        return await read(self, context)
+
+    monkeypatch.setattr(OpenReads, "read", counted)
 
     async def run() -> None:
         (port,) = free_ports(1)
@@ -305,9 +315,9 @@ def test_a_stream_of_reflection_does_not_delay_the_end(monkeypatch: pytest.Monke
                 stream = ServerReflectionStub(channel).ServerReflectionInfo()
                 await stream.write(ServerReflectionRequest(list_services="*"))
                 assert SERVICE.full_name in str(await stream.read())
-            # OK if the service stopped before it waited for the next message.
-            ends = grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.OK
-            assert await stream.code() in ends
+                while len(reads) < 2:
+                    await asyncio.sleep(0.01)
+            assert await stream.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
     asyncio.run(run())
 

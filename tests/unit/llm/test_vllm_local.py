@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from actors.engine.device import Device
-from actors.engine.slices import Step
+from actors.engine.slices import Pace, Step
 from actors.engine.video_chunks import rows_of
 from actors.errors import EncodeFailed
 from actors.families.registry import read
@@ -31,7 +31,7 @@ from actors.types import Clip, Item, ItemPlan, Size
 from encoder_service.engines import vllm_patches
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from tests.small_presets import write_small
-from tests.unit.vllm_half import ECConnectorRole, Scheduler, config, stand_in
+from tests.unit.vllm_half import ECConnectorRole, Scheduler, config, running, stand_in
 from tests.waiting import until
 
 FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
@@ -74,7 +74,13 @@ class Images:
         return int(self.mm_features[index].mm_position.length)
 
 
-def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> Any:
+def configured(
+    model: str,
+    cards: int = 1,
+    cache: str = "lru",
+    scheduler: type[Any] = Scheduler,
+    **options: Any,
+) -> Any:
     """vllm.config.VllmConfig, as far as the connector reads it."""
     vllm = config(None, cache=cache)
     extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
@@ -82,7 +88,7 @@ def configured(model: str, cards: int = 1, cache: str = "lru", **options: Any) -
     vllm.ec_transfer_config.get_from_extra_config = extra.get
     vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
     vllm.scheduler_config = SimpleNamespace(
-        max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: Scheduler
+        max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: scheduler
     )
     vllm.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[8, 256, 448, 768])
     vllm.load_config = SimpleNamespace(load_format="dummy")
@@ -224,7 +230,7 @@ def test_the_process_of_vllms_tower_keeps_no_image_whole_and_switches_threads_of
     connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     vllm_local = import_module("encoder_service.engines.vllm_local")
-    monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: None)
+    monkeypatch.setattr(vllm_local, "open_encoder", lambda vllm: SimpleNamespace(pace=Pace(1)))
     connector_module.EncoderServiceConnector(configured("qwen3vl-tiny"), ECConnectorRole.WORKER)
     assert vllm_patches.engine_is_here
     assert sys.getswitchinterval() == SWITCH_SECONDS
@@ -506,64 +512,23 @@ def test_items_that_nobody_has_begun_to_encode_are_counted(stubbed: Stubbed) -> 
     assert pace.waiting == 0
 
 
-def running(computed: int, prompt: int = 4000, drafts: int = 0) -> Any:
-    """A request of vLLM. `drafts`: tokens that its speculative decoding checks in each step."""
-    total = max(prompt, computed + 1 + drafts)
-    return SimpleNamespace(
-        num_computed_tokens=computed,
-        num_prompt_tokens=prompt,
-        num_tokens_with_spec=total - 1,
-        num_output_placeholders=1,  # as with async scheduling
-    )
-
-
-@pytest.mark.parametrize(
-    ("requests", "tokens"),
-    [
-        ((), 2048),
-        ((running(0), running(3999)), 2048),  # nobody waits for the next token
-        ((running(4000),), 768),
-        ((running(4063), running(1024)), 768),
-        ((running(4063), running(3000)), 768),
-        ((running(4063), running(16_000, 20_000)), 448),  # twice as long as with little: 460 fit
-        ((running(4063), running(10**6, 10**7)), 1 + 192),
-        ((*[running(4063)] * 500, running(10**6, 10**7)), 500 + 192),
-        ((*[running(4063, drafts=4)] * 200, running(0)), 1000 + 192),
-        ((*[running(4063, drafts=9)] * 200, running(0)), 2048),
-    ],
-)
-def test_steps_in_which_requests_decode_read_fewer_tokens(
-    requests: tuple[Any, ...],
+@pytest.mark.parametrize(("asked", "tokens"), [(768, 768), (None, 2048)])
+def test_vllms_scheduler_gets_steps_with_fewer_tokens_if_asked(
+    asked: int | None,
     tokens: int,
     connector_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """But all that those requests need."""
-    halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=768)
+    halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=asked)
+    decoding = running(4000)
+    assert halves.config.scheduler_config.scheduler_cls([decoding]).schedule() == tokens
     times = halves.worker.encoder.pace.times
-    times.add(Step(768, 0), 20)
-    times.add(Step(768, 16_000), 40)
-    scheduler = halves.config.scheduler_config.scheduler_cls(list(requests))
-    assert scheduler.schedule() == tokens
-    with pytest.raises(RuntimeError, match="throttled"):
-        scheduler.schedule(throttle_prefills=True)
-    assert scheduler.max_num_scheduled_tokens == 2048
+    times.add(Step(tokens, 0), 20)
+    times.add(Step(tokens, 16_000), 40)
+    beside = [decoding, running(16_000, 20_000)]
+    fewer = halves.config.scheduler_config.scheduler_cls(beside).schedule()
+    assert fewer == (448 if asked else int(0.6 * 2048))  # a graph's, or none is so large
     halves.worker.shutdown()
-
-
-def test_where_vllm_reads_whole_blocks_a_step_has_room_for_one(
-    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    halves = Stubbed(connector_module, monkeypatch, decode_step_tokens=512)
-    scheduler = halves.config.scheduler_config.scheduler_cls([*[running(4063)] * 60, running(0)])
-    scheduler.need_mamba_block_aligned_split = True
-    assert scheduler.schedule() == 60 + scheduler.cache_config.block_size
-    halves.worker.shutdown()
-
-
-def test_without_decode_step_tokens_all_steps_may_be_as_large(stubbed: Stubbed) -> None:
-    scheduler = stubbed.config.scheduler_config.scheduler_cls([running(4000), running(0)])
-    assert scheduler.schedule() == 2048
 
 
 def test_answers_that_are_being_written_keep_no_large_request_waiting(
@@ -793,10 +758,10 @@ def test_what_cannot_work_is_refused_at_start(
     for tokens in (7, 2049):
         with pytest.raises(ValueError, match=r"decode_step_tokens .* from 8 .* to 2048"):
             start("qwen3vl-tiny", decode_step_tokens=tokens)
-    from encoder_service.engines.vllm_local import LocalConnector, paced
-
     with pytest.raises(ValueError, match=r"--scheduler-cls is Other, .* from vLLM's Scheduler"):
-        paced(type("Other", (), {}))
+        start("qwen3vl-tiny", scheduler=type("Other", (), {}))
+    from encoder_service.engines.vllm_local import LocalConnector
+
     with pytest.raises(ValueError, match="in another process"):
         LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
     monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_local", None)
