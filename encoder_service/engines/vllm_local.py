@@ -49,7 +49,7 @@ from encoder_service.engines.vllm_patches import (
     patches_of,
     pixels_and_grid,
 )
-from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
+from encoder_service.engines.vllm_plugin import SWITCH_SECONDS, warn_unless_loaded
 from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 from encoder_service.engines.vllm_steps import paced, step_of
@@ -310,6 +310,7 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
             check(vllm_config)
+            warn_unless_loaded()
             vllm_patches.engine_is_here = True
             encoder = LocalConnector.encoder = open_encoder(vllm_config)
             scheduler = vllm_config.scheduler_config  # vLLM creates it after this

@@ -210,6 +210,7 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     assert files == "a video" or 1 <= kept <= accepted  # vLLM caches them
     assert "the encoder service's code" not in (engines.folder / "whole.log").read_text()
     assert "vLLM encodes an item itself" not in log
+    assert "the plugin encoder_service is not loaded" not in log
 
 
 def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engines) -> None:

@@ -769,6 +769,14 @@ def test_what_cannot_work_is_refused_at_start(
         start("qwen3vl-tiny")
 
 
+def test_a_vllm_that_has_not_loaded_the_plugin_says_so(
+    connector_module: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The stand-in loads none."""
+    Halves(connector_module, "qwen3vl-tiny").worker.shutdown()
+    assert caplog.text.count("the plugin encoder_service is not loaded") == 1
+
+
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
     encoder = stubbed.scheduler.encoder
     request = stubbed.images("a", "x", "y")
