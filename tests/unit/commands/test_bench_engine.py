@@ -68,7 +68,7 @@ def test_a_run_in_every_mode(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert cli.main([*TINY, *BRIEF, *workloads, "--json", str(file)]) == 0
     written: dict[str, Any] = json.loads(file.read_text())
     assert written.keys() >= {"date", "command", "device", "versions", "repeats"}
-    assert written["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(written["versions"]["torch"])  # without its build tag
     one, several = written["models"][0]["workloads"]
     assert (one["items"], one["tokens"], several["items"]) == (1, 100, 6)
     for figure in one["figures"] + several["figures"]:
