@@ -17,38 +17,35 @@ from encoder_service.engines.vllm import CONNECTOR
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
 RENDERER = ("vllm.renderers.hf", "HfRenderer")
-OURS = (__name__, "renderer")
 
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the GIL while another one waits for it. With Python's 5 ms, tokens
 reached clients up to 9 ms late (BENCHMARKS "Answers")."""
 
+loaded = False
+"""Whether vLLM has loaded this plugin in this process."""
+
 
 def register() -> None:
     """The entry point. May be called several times. Must not raise, because that would end vLLM."""
-    renderers = registered()  # `RendererRegistry.register` would log a warning in every vLLM
-    if renderers.get("hf") == RENDERER:
-        renderers["hf"] = OURS
+    global loaded
+    loaded = True
+    with suppress(ImportError, AttributeError):
+        from vllm.renderers.registry import RENDERER_REGISTRY
+
+        # `register` would log a warning in every vLLM that has this package.
+        if RENDERER_REGISTRY.renderers.get("hf") == RENDERER:
+            RENDERER_REGISTRY.renderers["hf"] = (__name__, "renderer")
 
 
 def warn_unless_loaded() -> None:
     """Called in the engine's process, where vLLM loads the same plugins as in its API process."""
-    if registered().get("hf") != OURS:
+    if not loaded:
         log.warning(
             "vLLM's own code decodes JPEGs and cuts patches, which takes longer, because the "
             "plugin encoder_service is not loaded: install this package with pip and, if "
             "VLLM_PLUGINS is set, add encoder_service to it"
         )
-
-
-def registered() -> dict[str, tuple[str, str]]:
-    """vLLM's renderers."""
-    with suppress(ImportError, AttributeError):
-        from vllm.renderers.registry import RENDERER_REGISTRY
-
-        renderers: dict[str, tuple[str, str]] = RENDERER_REGISTRY.renderers
-        return renderers
-    return {}
 
 
 def renderer(config: Any, tokenizer: Any) -> Any:

@@ -28,7 +28,7 @@ from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import Clip, Item, ItemPlan, Size
-from encoder_service.engines import vllm_patches
+from encoder_service.engines import vllm_patches, vllm_plugin
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, Scheduler, config, running, stand_in
@@ -769,12 +769,19 @@ def test_what_cannot_work_is_refused_at_start(
         start("qwen3vl-tiny")
 
 
+@pytest.mark.parametrize("loaded", [False, True])
 def test_a_vllm_that_has_not_loaded_the_plugin_says_so(
-    connector_module: ModuleType, caplog: pytest.LogCaptureFixture
+    connector_module: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    loaded: bool,
 ) -> None:
-    """The stand-in loads none."""
+    monkeypatch.setattr(vllm_plugin, "loaded", False)
+    if loaded:
+        vllm_plugin.register()
     Halves(connector_module, "qwen3vl-tiny").worker.shutdown()
-    assert caplog.text.count("the plugin encoder_service is not loaded") == 1
+    assert caplog.text.count("the plugin encoder_service is not loaded") == (not loaded)
 
 
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
