@@ -284,7 +284,8 @@ def takes_gzip(request: Request) -> bool:
 
 def held_bytes(pieces: Sequence[Piece]) -> int:
     """The memory that a body needs until it has been sent. Rows that occur twice count once."""
-    return sum({place(piece): len(piece) for piece in pieces if piece}.values())
+    large = {place(piece): len(piece) for piece in pieces if len(piece) > INLINE_BYTES}
+    return sum(large.values()) + sum(len(one) for one in pieces if len(one) <= INLINE_BYTES)
 
 
 def place(piece: Piece) -> tuple[int, int]:

@@ -102,24 +102,27 @@ def check_count(values: int, most: int) -> None:
 
 def write_msgpack(answer: Document, encoding: str) -> list[Piece]:
     """The data of an item is a separate piece, not a copy."""
-    packer = msgpack.Packer()
-    pieces: list[Piece] = [packer.pack_map_header(len(answer))]
+    packer = msgpack.Packer(autoreset=False)
+    pieces: list[Piece] = []
+    packer.pack_map_header(len(answer))
     for name, value in answer.items():
-        pieces.append(packer.pack(name))
+        packer.pack(name)
         if name != "items":
-            pieces.append(packer.pack(value))
+            packer.pack(value)
             continue
-        pieces.append(packer.pack_array_header(len(value)))
+        packer.pack_array_header(len(value))
         for item in value:
-            pieces.append(packer.pack_map_header(len(item)))
+            packer.pack_map_header(len(item))
             for key, content in item.items():
-                pieces.append(packer.pack(key))
-                if key == "data":  # msgpack's format bin 32
-                    view = memoryview(content).cast("B")
-                    pieces += [struct.pack(">BI", 0xC6, len(view)), view]
-                else:
-                    pieces.append(packer.pack(content))
-    return pieces
+                packer.pack(key)
+                if key != "data":
+                    packer.pack(content)
+                    continue
+                view = memoryview(content).cast("B")
+                # msgpack's format bin 32
+                pieces += [packer.bytes() + struct.pack(">BI", 0xC6, len(view)), view]
+                packer.reset()
+    return [*pieces, packer.bytes()]
 
 
 def write_json(answer: Document, encoding: str) -> list[Piece]:
