@@ -144,7 +144,10 @@ async def multipart(
                     "and at most one part (without a filename) named options"
                 )
     except (WireError, UnicodeError) as error:
-        raise InvalidRequest(f"the part `options`: {error}") from None
+        reason = str(error).removeprefix("the body ")
+        raise InvalidRequest(
+            f'the part `options` {reason}: send a JSON object, such as {{"dtype": "float32"}}'
+        ) from None
     finally:
         await form.close()
     return items, options

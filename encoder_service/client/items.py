@@ -123,7 +123,8 @@ def given(options: ProcessorOptions, *others: str) -> dict[str, Any]:
     for name in options:
         if name not in KWARGS:
             known = ", ".join([*KWARGS, *others])
-            raise TypeError(f"there is no option {name!r}; options are {known}")
+            hint = "; for a timeout, see Client(timeout_seconds=...)" if "timeout" in name else ""
+            raise TypeError(f"there is no option {name!r}; options are {known}{hint}")
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -488,7 +488,8 @@ def check_schema(document: dict[str, Any], path: str) -> None:
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
-        raise ConfigError(f"{path}: {'; '.join(problems)}") from None
+        said = "; ".join(problems).replace("Value error, ", "")  # added by pydantic
+        raise ConfigError(f"{path}: {said}") from None
     except (AttributeError, TypeError) as error:  # from Ray's own validators
         raise ConfigError(f"{path}: not a Serve configuration: {error}") from None
 
