@@ -189,8 +189,11 @@ def test_the_page_asks_for_the_token_and_then_lives(cluster: Cluster) -> None:
         window.until("document.body.innerText.includes('/s\\n') && looks.length >= 4")
         window.until("document.body.innerText.includes('http 400')")
         assert window.run("return document.querySelectorAll('main script, main b').length") == 0
-        images = "main svg:not([aria-label]), main .track:not([aria-label])"
+        images = ", ".join(f"main {one}:not([aria-label])" for one in ("svg", ".track", ".columns"))
         assert window.run(f"return document.querySelectorAll('{images}').length") == 0
+        without = "{hits: {}, misses: {too_large: 1}, captured_graphs: 0, padded_tokens: 0}"
+        card = window.run(f"return path({{tokens: 1}}, 'global', {without}).textContent")
+        assert "too large" in card
         window.scheme("light")
         ground = "return getComputedStyle(document.body).backgroundColor"
         light = window.run(ground)
