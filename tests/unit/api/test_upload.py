@@ -38,7 +38,8 @@ FILE = ('image"; filename="a"', jpeg(64, 64))
     ("sent", "status", "says"),
     [
         (form(FILE, ('options"', b"[" * 4000)), 400, "the part `options`"),
-        (form(FILE, ('options"', b"[]")), 400, "must be a map"),
+        (form(FILE, ('options"', b"[]")), 400, "the part `options` must be a map"),
+        (form(FILE, ('options"', b"dtype=float32")), 400, "the part `options` is not JSON: "),
         (form(FILE, ('options"', b" " * 70_000)), 413, "over 4096 bytes"),
         (form(FILE, ('options"', b"{}"), ('options"', b"{}")), 400, "several parts without"),
         (form(FILE, ('options"; filename="o"', b"{}")), 400, "named options"),

@@ -45,6 +45,8 @@ def test_a_source_may_have_options_of_its_own() -> None:
         Input(Frames([b"file"]), fps=2)
     with pytest.raises(TypeError, match=r"'evs'; options are min_pixels, .*, evs_rate$"):
         given({"evs": 0.5}, "evs_rate")  # type: ignore[typeddict-unknown-key]
+    with pytest.raises(TypeError, match=r"'timeout_s'; .*; .* see Client\(timeout_seconds"):
+        given({"timeout_s": 3})  # type: ignore[typeddict-unknown-key]
 
 
 @pytest.mark.parametrize(
