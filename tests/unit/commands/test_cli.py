@@ -455,6 +455,7 @@ def test_check_names_what_is_wrong_with_the_language_model(
         ("http_options:", "http_option:", "http_option: Serve knows no such key"),
         ("applications:", "application:", "needs `applications:`"),
         ("- {name: Encoder, num_replicas: 3}", "- Encoder", "applications[0].deployments: needs"),
+        ("num_replicas: 3", "num_replicas: two", "deployments.0: `num_replicas` must be an int"),
         ("{name: Encoder, num", "{name: [Encoder], num", "applications[0].deployments: needs"),
         ("proxy_location: HeadOnly", "{", "changed.yaml"),
         ("port: 8000", "prt: 8000", "http_options: prt: Serve knows no such key"),
