@@ -21,9 +21,10 @@ from torch import Tensor
 from actors.engine.device import Device
 from actors.engine.slices import Pace, Step
 from actors.engine.video_chunks import rows_of
-from actors.errors import EncodeFailed
+from actors.errors import ConfigError, EncodeFailed
 from actors.families.registry import read
 from actors.media.patchify import patchifier_of
+from actors.models.precision import VERSION, LayerPlan, PrecisionPlan
 from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
@@ -767,6 +768,26 @@ def test_what_cannot_work_is_refused_at_start(
     monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_local", None)
     with pytest.raises(ValueError, match=r"pip install --no-deps \. in the repository"):
         start("qwen3vl-tiny")
+
+
+def test_a_plan_for_other_weights_is_refused_at_start(
+    connector_module: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    layers = {"blocks.0.mlp.linear_fc1": LayerPlan.of(0.03, torch.zeros(64, dtype=torch.bfloat16))}
+    plan = PrecisionPlan(
+        version=VERSION,
+        model="another",
+        weights="others",
+        fp8=layers,
+        rows_error=0.04,
+        rows_cosine=0.999,
+        images=7,
+    )
+    file.write_text(plan.model_dump_json())
+    graphs = {"precision": "fp8", "precision_file": str(file)}
+    with pytest.raises(ConfigError, match="is for other weights, those of another"):
+        Halves(connector_module, "qwen3vl-tiny", graphs=graphs)
 
 
 @pytest.mark.parametrize("loaded", [False, True])
