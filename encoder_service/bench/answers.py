@@ -248,7 +248,7 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
         for per_second in plan.per_second:
             images_of = pictures.of(kind, max(1, round(per_second * plan.seconds)))
             began = time.perf_counter()
-            answers = await arrivals(server, images_of, per_second, plan.tokens)
+            answers = await arrivals(server, images_of, plan.seconds, plan.tokens)
             ended(f"{kind.name}, {per_second:g}/s", answers, time.perf_counter() - began)
         answers, seconds = await saturated(server, plan, kind, pictures)
         ended(f"{kind.name}, {plan.in_flight} in flight", answers, seconds)
@@ -257,21 +257,22 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
             count = round(per_second * plan.seconds)
             images_of = pictures.of(kind, count)
             began = time.perf_counter()
-            answers = await beside(server, plan, images_of, per_second)
+            answers = await beside(server, plan, images_of)
             load = f"{plan.streams} text streams beside {kind.name}, {per_second:g}/s"
             ended(load, answers, time.perf_counter() - began)
     return found
 
 
 async def arrivals(
-    server: OpenAiServer, requests: list[Images], per_second: float, tokens: int
+    server: OpenAiServer, requests: list[Images], seconds: float, tokens: int
 ) -> list[Streamed]:
     """Sends each request at its time, whether or not earlier ones have been answered. The times are
-    the same for every server."""
-    random, at = Random(7), time.perf_counter()
+    the same for every server: those of a Poisson process that has this number in this time. With
+    intervals drawn one by one, the mean rate of a few requests is not the one that was asked."""
+    random, began = Random(7), time.perf_counter()
+    times = sorted(began + random.uniform(0, seconds) for _ in requests)
     sent = []
-    for number, images in enumerate(requests):
-        at += random.expovariate(per_second)
+    for number, (at, images) in enumerate(zip(times, requests, strict=True)):
         await asyncio.sleep(at - time.perf_counter())
         sent.append(asyncio.create_task(server.ask(images, number, tokens)))
     return list(await asyncio.gather(*sent))
@@ -300,9 +301,7 @@ async def saturated(
     return counted, math.fsum(whole) / plan.in_flight if whole else plan.seconds
 
 
-async def beside(
-    server: OpenAiServer, plan: AnswersPlan, requests: list[Images], per_second: float
-) -> list[Streamed]:
+async def beside(server: OpenAiServer, plan: AnswersPlan, requests: list[Images]) -> list[Streamed]:
     """The answers of text streams that follow one another while images arrive."""
     streamed: list[Streamed] = []
     over = asyncio.Event()
@@ -314,7 +313,7 @@ async def beside(
     streams = [asyncio.create_task(stream()) for _ in range(plan.streams)]
     await asyncio.sleep(STREAMS_SECONDS)
     began = time.perf_counter()
-    pictures = await arrivals(server, requests, per_second, plan.tokens)
+    pictures = await arrivals(server, requests, plan.seconds, plan.tokens)
     await asyncio.sleep(began + plan.seconds - time.perf_counter())
     over.set()
     await asyncio.gather(*streams)

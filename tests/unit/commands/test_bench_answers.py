@@ -131,7 +131,7 @@ def test_arrivals_do_not_wait_for_answers() -> None:
 
     async def run() -> list[Streamed]:
         async with listening(server.app) as url, answers.connected("one", [url]) as one:
-            return await answers.arrivals(one, [[]] * 40, 400.0, 4)
+            return await answers.arrivals(one, [[]] * 40, 0.1, 4)
 
     found = asyncio.run(run())
     assert len(found) == 40
@@ -147,7 +147,7 @@ def test_several_urls_share_the_load_of_one_server() -> None:
             listening(servers[1].app) as other,
             answers.connected("both", [one, other]) as both,
         ):
-            return await answers.arrivals(both, [[]] * 40, 400.0, 4)
+            return await answers.arrivals(both, [[]] * 40, 0.1, 4)
 
     assert not any(one.error for one in asyncio.run(run()))
     assert sum(len(server.bodies) for server in servers) == 40
