@@ -37,6 +37,18 @@ PATCHES_PER_TOKEN = 4
 """The square of merge_size, which is 2 in every family of GRIDS."""
 
 
+def place_of(transfer: Any) -> str:
+    """Where the encoder is: "local" or "remote". `transfer`: vLLM's ECTransferConfig. Raises
+    ValueError."""
+    place: str = transfer.get_from_extra_config("place", "remote")
+    if place not in ("local", "remote"):
+        raise ValueError(
+            f'ec_connector_extra_config: place is {place!r}: use "local" (the encoder runs in '
+            'vLLM\'s process) or "remote" (an encoder service at `url`)'
+        )
+    return place
+
+
 def content_part(embedding: Embedding) -> dict[str, Any]:
     """Returns {"type": "image_embeds", "image_embeds": ...}, or the same for a video. Needs torch.
 

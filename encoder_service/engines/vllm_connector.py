@@ -33,7 +33,7 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from actors.rows.protocol import MemoryHandle
-from encoder_service.engines.vllm import REFERENCE
+from encoder_service.engines.vllm import REFERENCE, place_of
 from encoder_service.engines.vllm_rows import (
     TIMEOUT_SECONDS,
     FetchedRows,
@@ -134,8 +134,7 @@ class EncoderServiceConnector(ECConnectorBase):  # type: ignore[misc]
 
     def __new__(cls, vllm_config: Any, role: Any) -> Any:
         """Returns a LocalConnector if `place` is local: the encoder then runs in vLLM's process."""
-        place = vllm_config.ec_transfer_config.get_from_extra_config("place", "remote")
-        if place == "local":
+        if place_of(vllm_config.ec_transfer_config) == "local":
             try:
                 from encoder_service.engines.vllm_local import LocalConnector
             except ModuleNotFoundError as error:

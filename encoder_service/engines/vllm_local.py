@@ -22,10 +22,9 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 from vllm.distributed.ec_transfer.ec_connector.base import (
     ECConnectorBase,
@@ -37,12 +36,13 @@ from actors.engine.engine import Engine
 from actors.engine.slices import Step, StepTimes
 from actors.engine.video_chunks import rows_of
 from actors.families.registry import read
-from actors.options import OFF_IS_A_WORD, ActorOptions, GraphOptions, Options
+from actors.options import ActorOptions
 from actors.spec.model_spec import ModelSpec
 from actors.startup import open_engine
 from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, ItemPlan
 from encoder_service.engines import vllm_patches
+from encoder_service.engines.vllm_options import local_options
 from encoder_service.engines.vllm_patches import (
     block_sizing,
     cut_for_vllm,
@@ -50,7 +50,7 @@ from encoder_service.engines.vllm_patches import (
     pixels_and_grid,
 )
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS, warn_unless_loaded
-from encoder_service.engines.vllm_rows import check_multimodal, is_reference, still_needed
+from encoder_service.engines.vllm_rows import is_reference, still_needed
 from encoder_service.engines.vllm_stats import LoadStats, Stopwatch
 from encoder_service.engines.vllm_steps import paced, step_of
 
@@ -65,33 +65,11 @@ TOWERS = {
 """Module and class of vLLM's tower for each family whose patches are the same in vLLM."""
 RAW_PIXELS = {"do_rescale": False, "do_normalize": False}
 """--mm-processor-kwargs with which patches stay bytes, which are normalised on the device."""
-LEFT = "vLLM encodes an item itself (vllm:encoder_service_left_total counts them): %s"
+LEFT = "vLLM's own tower encodes items (vllm:encoder_service_left_total counts them): "
 
 LAUNCHED_SECONDS = 0.005
 """How long scheduling waits for the engine's thread after the last slice of an image has been
 launched: if it takes longer, the image is used a step later."""
-
-
-class LocalGraphOptions(GraphOptions):
-    mode: Annotated[Literal["budget", "off"], OFF_IS_A_WORD] = "budget"
-    """Not exact: each step asks whether the engine's stream is idle, which CUDA forbids while that
-    stream captures a graph."""
-    steps_per_doubling: Literal[1, 2, 4, 8] = 2
-    """Fewer budgets than in the service, because vLLM already takes long to start."""
-
-
-class LocalOptions(Options):
-    """`ec_connector_extra_config`."""
-
-    place: str = "local"
-    chunk_ms: float = Field(5, gt=0)
-    """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
-    decode_step_tokens: int | None = Field(None, gt=0)
-    """Maximum tokens of a step in which a request decodes; fewer beside a long context. None: as
-    many as of any step (--max-num-batched-tokens)."""
-    ahead_bytes: int = Field(2**30, gt=0)
-    """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
-    graphs: LocalGraphOptions = LocalGraphOptions()
 
 
 @dataclass
@@ -123,6 +101,10 @@ class LocalItem:
         return self.rows is not None and self.rows.done() and not self.rows.exception()
 
 
+class Left(Exception):
+    """Why vLLM's tower encodes an item: a format and its arguments, as of `logging`."""
+
+
 class LocalEncoder:
     """The engine, and the items that vLLM's waiting requests need, oldest first. All methods but
     `submit` are called from vLLM's thread."""
@@ -142,7 +124,7 @@ class LocalEncoder:
         self.cached: Mapping[str, Tensor] = {}  # vLLM's encoder cache
         self.encoded = 0
         self.left: dict[str, set[str]] = {}  # items left to vLLM's tower, by request
-        self.warned = False
+        self.reasons: set[str] = set()  # those that were logged
         self.stats = LoadStats()
         self.threads = ThreadPoolExecutor(1, "patches")
         device = engine.device.device
@@ -175,44 +157,53 @@ class LocalEncoder:
             return True
         try:
             item = self.items.get(name) or self.accepted(request, index)
-        except Exception as error:  # no error may end vLLM's scheduler
-            log.error("vLLM encodes an item itself, because its data cannot be read: %r", error)
-            item = None
-        if item is not None:
-            self.items[name] = item
-            item.requests.add(request.request_id)
-        if item is None or (item.done and not item.encoded):
-            self.leave(name, request.request_id)
+            if item.done and not item.encoded:
+                raise Left("the engine failed on them")
+        except Left as reason:
+            self.leave(name, request.request_id, *reason.args)
             return True
+        except Exception as error:  # no error may end vLLM's scheduler
+            self.leave(name, request.request_id, "their data cannot be read: %r", error)
+            return True
+        self.items[name] = item
+        item.requests.add(request.request_id)
         return item.done
 
-    def leave(self, name: str, request_id: str) -> None:
+    def leave(self, name: str, request_id: str, reason: str, *values: object) -> None:
         """Leaves an item to vLLM's tower. Counts it once, because vLLM asks again and again."""
         names = self.left.setdefault(request_id, set())
         if name not in names:
             names.add(name)
             self.stats.count("left")
-            log.log(logging.DEBUG if self.warned else logging.WARNING, LEFT, name)
-            self.warned = True
+            level = logging.DEBUG if reason in self.reasons else logging.WARNING
+            log.log(level, LEFT + reason, *values)
+            self.reasons.add(reason)
 
-    def accepted(self, request: Any, index: int) -> LocalItem | None:
-        """Returns the item if the engine can encode it. None: vLLM encodes it."""
+    def accepted(self, request: Any, index: int) -> LocalItem:
+        """Raises Left if the engine cannot encode the item."""
         feature = request.mm_features[index]
+        if feature.modality not in self.spec.kinds:
+            raise Left("the engine takes no items of modality %s", feature.modality)
         # With an adapter for the tower, the item's name differs from that of its pixels.
-        adapted = getattr(feature, "mm_hash", None) not in (None, feature.identifier)
-        if feature.modality not in self.spec.kinds or adapted:
-            return None
+        if getattr(feature, "mm_hash", None) not in (None, feature.identifier):
+            raise Left("they are of a LoRA adapter for the tower")
         pixels, grid = pixels_and_grid(feature)
-        if pixels is None or grid is None:  # it has its own rows
-            return None
+        if pixels is None or grid is None:
+            raise Left("they have rows of their own")
         rows, columns = grid.data.tolist()[-2:]
         frames = len(pixels.data) // (rows * columns)
         video = feature.modality == "video"
         plan = block_sizing(self.spec).plan_of_grid((frames, rows, columns), video=video)
-        largest = plan.group_tokens if video else plan.tokens
-        fits = largest <= most_tokens(self.engine)
-        if not fits or plan.tokens != request.get_num_encoder_embeds(index):
-            return None
+        largest, most = plan.group_tokens if video else plan.tokens, most_tokens(self.engine)
+        if largest > most:
+            raise Left(
+                "one has %d tokens, and the largest budget %d: add a larger one to "
+                "graphs.token_budgets",
+                largest,
+                most,
+            )
+        if plan.tokens != request.get_num_encoder_embeds(index):
+            raise Left("vLLM prunes some of their rows")
         size_bytes = plan.tokens * self.spec.width * getattr(torch, self.spec.dtype).itemsize
         return LocalItem(plan, pixels.data, size_bytes)
 
@@ -309,8 +300,6 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
         """Raises ValueError for settings that cannot work, and StartError."""
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
-            check(vllm_config)
-            warn_unless_loaded()
             vllm_patches.engine_is_here = True
             encoder = LocalConnector.encoder = open_encoder(vllm_config)
             scheduler = vllm_config.scheduler_config  # vLLM creates it after this
@@ -434,37 +423,11 @@ def the(encoder: LocalEncoder | None) -> LocalEncoder:
     return encoder
 
 
-def check(vllm_config: Any) -> None:
-    """Raises ValueError."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    parallel = vllm_config.parallel_config
-    if parallel.world_size_across_dp > 1:
-        raise ValueError(
-            f"place is local, which is for one GPU, not {parallel.world_size_across_dp}: use "
-            "tensor, pipeline and data parallel sizes of 1, or an encoder service (url)"
-        )
-    scheduler = vllm_config.scheduler_config.get_scheduler_cls()
-    if not issubclass(scheduler, Scheduler):
-        raise ValueError(
-            f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
-            "derived from vLLM's Scheduler"
-        )
-    check_multimodal(vllm_config)
-
-
 def open_encoder(vllm_config: Any) -> LocalEncoder:
-    """Raises ValueError, and what open_engine raises."""
+    """Raises what local_options and open_engine raise, and ValueError for another family."""
     from vllm.platforms import current_platform
 
-    options = LocalOptions.model_validate(vllm_config.ec_transfer_config.ec_connector_extra_config)
-    steps = vllm_config.scheduler_config
-    decode_step_tokens = options.decode_step_tokens or steps.max_num_batched_tokens
-    if not steps.max_num_seqs <= decode_step_tokens <= steps.max_num_batched_tokens:
-        raise ValueError(
-            f"decode_step_tokens is {decode_step_tokens}, but must be from {steps.max_num_seqs} "
-            f"(--max-num-seqs) to {steps.max_num_batched_tokens} (--max-num-batched-tokens)"
-        )
+    options = local_options(vllm_config)
     model, kind = vllm_config.model_config, current_platform.device_type
     dummy = vllm_config.load_config.load_format == "dummy"
     actor = ActorOptions.model_validate(
@@ -488,16 +451,31 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
         )
     if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
         normalise(model.multimodal_config.mm_processor_kwargs or {}, spec)
+    warn_unless_loaded()
+    log_like_vllm()
     before = used_bytes(kind)
     engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
-    log.info("the vision encoder runs in this process, in slices of %g ms", options.chunk_ms)
+    log.info(
+        "the vision encoder runs in this process, for images of up to %d tokens, "
+        "in slices of %g ms",
+        most_tokens(engine),
+        options.chunk_ms,
+    )
     if kind != "cpu":
         # vLLM measures free memory after this, and counts ours as if another process had taken it.
         taken = used_bytes(kind) - before + options.ahead_bytes
         vllm_config.cache_config.gpu_memory_utilization -= taken / torch.cuda.mem_get_info()[1]
         log.info("it takes %.2f GB of --gpu-memory-utilization", taken / 1e9)
+    tokens = options.decode_step_tokens or vllm_config.scheduler_config.max_num_batched_tokens
     graphs = vllm_config.compilation_config.cudagraph_capture_sizes or ()
-    return LocalEncoder(engine, options.ahead_bytes, StepTimes(decode_step_tokens, graphs))
+    return LocalEncoder(engine, options.ahead_bytes, StepTimes(tokens, graphs))
+
+
+def log_like_vllm() -> None:
+    """The engine logs as part of Ray Serve, whose lines have another format."""
+    if handlers := logging.getLogger("vllm").handlers:
+        engine = logging.getLogger("ray")
+        engine.handlers, engine.propagate = [*handlers], False
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

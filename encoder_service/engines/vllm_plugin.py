@@ -8,11 +8,12 @@ it is, threads also switch more often.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from contextlib import suppress
 from typing import Any
 
-from encoder_service.engines.vllm import CONNECTOR
+from encoder_service.engines.vllm import CONNECTOR, place_of
 
 log = logging.getLogger("vllm.encoder_service")  # below vLLM's logger, so that it is shown
 
@@ -40,26 +41,34 @@ def register() -> None:
 
 def warn_unless_loaded() -> None:
     """Called in the engine's process, where vLLM loads the same plugins as in its API process."""
-    if not loaded:
-        log.warning(
-            "vLLM's own code decodes JPEGs and cuts patches, which takes longer, because the "
-            "plugin encoder_service is not loaded: install this package with pip and, if "
-            "VLLM_PLUGINS is set, add encoder_service to it"
-        )
+    if loaded:
+        return
+    listed = os.environ.get("VLLM_PLUGINS")
+    log.warning(
+        "vLLM's own code decodes JPEGs and cuts patches, which takes longer, because the plugin "
+        "encoder_service is not loaded: %s",
+        "install this package with pip"
+        if listed is None or "encoder_service" in listed.split(",")
+        else f"VLLM_PLUGINS is {listed!r}: add encoder_service to it, or unset it",
+    )
 
 
 def renderer(config: Any, tokenizer: Any) -> Any:
-    """vLLM's own renderer. If place is local, our code preprocesses images from now on."""
+    """vLLM's own renderer. If place is local, our code preprocesses images from now on. Raises what
+    place_of and local_options raise, before vLLM's engine starts."""
     from vllm.renderers.hf import HfRenderer
 
-    made = HfRenderer(config, tokenizer)
     transfer = getattr(config, "ec_transfer_config", None)
     if (
         transfer is None
         or transfer.ec_connector != CONNECTOR["ec_connector"]
-        or transfer.get_from_extra_config("place", None) != "local"
+        or place_of(transfer) != "local"
     ):
-        return made
+        return HfRenderer(config, tokenizer)
+    from encoder_service.engines.vllm_options import local_options
+
+    local_options(config)
+    made = HfRenderer(config, tokenizer)
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         from encoder_service.engines.vllm_pixels import use

@@ -440,8 +440,8 @@ def check_multimodal(vllm_config: Any) -> None:
         return
     if multimodal.mm_processor_cache_type == "shm":
         raise ValueError(
-            "mm_processor_cache_type is shm, which hides the items' data from the scheduler: "
-            "use lru"
+            "--mm-processor-cache-type is shm, which hides the items' data from the scheduler: "
+            "leave it out, or use lru"
         )
     vision = getattr(model.hf_config, "vision_config", None)
     tower = any(map(multimodal.get_limit_per_prompt, ("image", "video")))

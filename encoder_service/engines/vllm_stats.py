@@ -67,9 +67,12 @@ class LoadStats(ECConnectorStats):  # type: ignore[misc]  # types are checked wi
         return LoadStats({name: self.data[name] + other.data[name] for name in self.data})
 
     def reduce(self) -> dict[str, int | float]:
+        """For vLLM's log: what there was since its last line."""
+        counts = {name: self.data[name] for name in COUNTERS if self.data[name]}
         seconds = self.data["seconds"]
-        mean = sum(seconds) / len(seconds) if seconds else 0.0
-        return {name: self.data[name] for name in COUNTERS} | {"mean seconds": round(mean, 4)}
+        if seconds:
+            counts["mean seconds"] = round(sum(seconds) / len(seconds), 4)
+        return counts
 
     def is_empty(self) -> bool:
         return not any(self.data.values())

@@ -101,7 +101,7 @@ def renderers(
 def config(folder: Path, place: str | None, **options: Any) -> Any:
     """vLLM's configuration, as a server's."""
     if place is not None:
-        extra = {"place": place, "url": "http://127.0.0.1:1"}
+        extra = {"place": place} | ({} if place == "local" else {"url": "http://127.0.0.1:1"})
         options["ec_transfer_config"] = CONNECTOR | {"ec_connector_extra_config": extra}
     return EngineArgs(
         model=str(folder),

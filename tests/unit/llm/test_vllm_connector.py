@@ -483,9 +483,9 @@ def test_what_is_counted_for_a_vllm_that_does_not_ask_is_bounded(
         ({"url": "grpc://a:1"}, "url: String should match"),
         ({"ahead_bytes": 0}, "ahead_bytes: .* greater than 0"),
         ({"ahead_byte": 1}, "ahead_byte: Extra inputs are not permitted. Its keys are url"),
-        ({"place": "locall"}, "place: Input should be 'remote'"),
+        ({"place": "locall"}, """place is 'locall': use "local" .* or "remote\""""),
         ({"producer": True}, "consumer"),
-        ({"cache": "shm"}, "mm_processor_cache_type is shm"),
+        ({"cache": "shm"}, "--mm-processor-cache-type is shm"),
         ({"deepstack": (5, 11, 17)}, "--limit-mm-per-prompt is 0 .*deepstack"),
     ],
 )

@@ -552,12 +552,15 @@ def test_answers_that_are_being_written_keep_no_large_request_waiting(
     halves.worker.shutdown()
 
 
-def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None:
+def test_what_the_engine_cannot_encode_is_left_to_vllm(
+    stubbed: Stubbed, caplog: pytest.LogCaptureFixture
+) -> None:
     left = [
         stubbed.images("pruned", "a"),
         stubbed.images("adapted", "b", mm_hash="another"),
         stubbed.images("audio", "c", modality="audio"),
         stubbed.images("large", "d", rows=66),
+        stubbed.images("larger", "h", rows=68),
         stubbed.images("embedded", "e", data=elements(image_embeds=torch.zeros(4, 8))),
         stubbed.images(
             "unreadable",
@@ -574,6 +577,16 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(stubbed: Stubbed) -> None
     stubbed.until(request)
     assert stubbed.cache == {}
     assert not stubbed.engine.submitted
+    said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    assert [line.partition("counts them): ")[2] for line in said] == [
+        "vLLM prunes some of their rows",
+        "they are of a LoRA adapter for the tower",
+        "the engine takes no items of modality audio",
+        "one has 66 tokens, and the largest budget 64: add a larger one to graphs.token_budgets",
+        "they have rows of their own",
+        "their data cannot be read: TypeError('len() of a 0-d tensor')",
+        "the engine failed on them",
+    ], "each reason once"
 
 
 def test_vllms_tower_gets_patches_of_what_it_encodes_after_all(stubbed: Stubbed) -> None:
@@ -750,12 +763,12 @@ def test_what_cannot_work_is_refused_at_start(
         start("qwen3vl-tiny", cards=2)
     with pytest.raises(ValueError, match="is shm"):
         start("qwen3vl-tiny", cache="shm")
-    with pytest.raises(ValueError, match="exact"):
+    with pytest.raises(ConfigError, match=r"ec_connector_extra_config: graphs\.mode: .*'exact'"):
         start("qwen3vl-tiny", graphs={"mode": "exact"})
     with pytest.raises(ValueError, match="not pixtral"):
         start("pixtral-12b")
-    with pytest.raises(ValueError, match="chunks"):
-        start("qwen3vl-tiny", chunks=1)
+    with pytest.raises(ConfigError, match=r"extra_config: chunk: no such key; .* chunk_ms"):
+        start("qwen3vl-tiny", chunk=1)
     for tokens in (7, 2049):
         with pytest.raises(ValueError, match=r"decode_step_tokens .* from 8 .* to 2048"):
             start("qwen3vl-tiny", decode_step_tokens=tokens)
@@ -799,10 +812,12 @@ def test_a_vllm_that_has_not_loaded_the_plugin_says_so(
     loaded: bool,
 ) -> None:
     monkeypatch.setattr(vllm_plugin, "loaded", False)
+    monkeypatch.setenv("VLLM_PLUGINS", "")
     if loaded:
         vllm_plugin.register()
     Halves(connector_module, "qwen3vl-tiny").worker.shutdown()
     assert caplog.text.count("the plugin encoder_service is not loaded") == (not loaded)
+    assert caplog.text.count("VLLM_PLUGINS is '': add encoder_service") == (not loaded)
 
 
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
@@ -813,7 +828,9 @@ def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
     rows = [stubbed.answer(0), stubbed.answer(1)]
     assert stubbed.scheduler.get_ec_connector_stats() is None
     stubbed.step(request)
-    report = stubbed.scheduler.get_ec_connector_stats().data
+    stats = stubbed.scheduler.get_ec_connector_stats()
+    report = stats.data
+    assert stats.reduce().keys() == {"loaded", "bytes", "mean seconds"}, "what there was"
     assert (report["loaded"], report["left"], report["failed"]) == (2, 0, 0)
     assert report["bytes"] == sum(one.nbytes for one in rows)
     assert len(report["seconds"]) == 2

@@ -22,9 +22,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from actors.errors import ConfigError
 from encoder_service.engines import vllm_patches, vllm_plugin
 from encoder_service.engines.vllm import CONNECTOR
 from tests.images import encoded, jpeg, jpeg_segments, opened, photograph
+from tests.unit.vllm_half import Scheduler, stand_in
 from tests.without_torchvision import processor
 
 PHOTOGRAPH = opened("astronaut.png").resize((241, 173))
@@ -117,6 +119,7 @@ def pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         monkeypatch.setattr(Qwen2VLImageProcessor, method, getattr(Qwen2VLImageProcessor, method))
     monkeypatch.setattr(vllm_patches, "engine_is_here", False)
     options = SimpleNamespace(VLLM_MAX_IMAGE_PIXELS=10**6, VLLM_MEDIA_CONNECTOR="http")
+    stand_in(monkeypatch)
     contents: dict[str, dict[str, Any]] = {
         "vllm": {"envs": options},
         "vllm.multimodal": {"parse": SimpleNamespace(normalize_image=ImageOps.exif_transpose)},
@@ -141,11 +144,26 @@ def pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     sys.modules.pop(name, None)
 
 
-def config(place: str | None = "local", connector: str = CONNECTOR["ec_connector"]) -> Any:
+def config(
+    place: str | None = "local",
+    connector: str = CONNECTOR["ec_connector"],
+    cards: int = 1,
+    **options: Any,
+) -> Any:
     """vllm.config.VllmConfig, as far as the plugin reads it."""
-    extra = {} if place is None else {"place": place}
-    transfer = SimpleNamespace(ec_connector=connector, get_from_extra_config=extra.get)
-    return SimpleNamespace(ec_transfer_config=transfer, image_processor=Qwen2VLImageProcessor())
+    extra = ({} if place is None else {"place": place}) | options
+    transfer = SimpleNamespace(
+        ec_connector=connector,
+        ec_connector_extra_config=extra,
+        get_from_extra_config=extra.get,
+    )
+    return SimpleNamespace(
+        ec_transfer_config=transfer,
+        image_processor=Qwen2VLImageProcessor(),
+        parallel_config=SimpleNamespace(world_size_across_dp=cards),
+        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
+        model_config=SimpleNamespace(multimodal_config=None),
+    )
 
 
 FILES = {
@@ -422,6 +440,14 @@ class Renamed:
 
 def noise(url: str) -> bytes:
     return b64decode(url.partition(",")[2])
+
+
+def test_what_cannot_work_ends_the_api_process(pixels: Any) -> None:
+    with pytest.raises(ConfigError, match=r"chunk_m: no such key; .* Did you mean chunk_ms\?"):
+        vllm_plugin.renderer(config(chunk_m=5), None)
+    with pytest.raises(ValueError, match=r"for one GPU, not 2: leave out --tensor-parallel-size"):
+        vllm_plugin.renderer(config(cards=2), None)
+    assert stock(pixels)
 
 
 def test_vllm_keeps_its_code_if_ours_cannot_be_imported(

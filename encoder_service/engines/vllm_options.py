@@ -1,0 +1,68 @@
+"""The connector's options for the place "local", and the settings of vLLM that it needs.
+
+Checked in vLLM's API process, which ends at once and says why, and again in its engine's process.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from actors.errors import ConfigError
+from actors.options import OFF_IS_A_WORD, GraphOptions, Options, validated
+from encoder_service.engines.vllm_rows import check_multimodal
+
+
+class LocalGraphOptions(GraphOptions):
+    mode: Annotated[Literal["budget", "off"], OFF_IS_A_WORD] = "budget"
+    """Not exact: each step asks whether the engine's stream is idle, which CUDA forbids while that
+    stream captures a graph."""
+    steps_per_doubling: Literal[1, 2, 4, 8] = 2
+    """Fewer budgets than in the service, because vLLM already takes long to start."""
+
+
+class LocalOptions(Options):
+    """`ec_connector_extra_config`."""
+
+    place: str = "local"
+    chunk_ms: float = Field(5, gt=0)
+    """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
+    decode_step_tokens: int | None = Field(None, gt=0)
+    """Maximum tokens of a step in which a request decodes; fewer beside a long context. None: as
+    many as of any step (--max-num-batched-tokens)."""
+    ahead_bytes: int = Field(2**30, gt=0)
+    """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
+    graphs: LocalGraphOptions = LocalGraphOptions()
+
+
+def local_options(vllm_config: Any) -> LocalOptions:
+    """Raises ConfigError for wrong options, and ValueError for vLLM's settings that cannot work."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    try:
+        options = validated(LocalOptions, vllm_config.ec_transfer_config.ec_connector_extra_config)
+    except ConfigError as error:
+        raise ConfigError(f"ec_connector_extra_config: {error}") from None
+    cards = vllm_config.parallel_config.world_size_across_dp
+    if cards > 1:
+        raise ValueError(
+            f"place is local, which is for one GPU, not {cards}: leave out --tensor-parallel-size, "
+            "--pipeline-parallel-size and --data-parallel-size, or use an encoder service (url)"
+        )
+    steps = vllm_config.scheduler_config
+    scheduler = steps.get_scheduler_cls()
+    if not issubclass(scheduler, Scheduler):
+        raise ValueError(
+            f"--scheduler-cls is {scheduler.__qualname__}, but with place: local it must be "
+            "derived from vLLM's Scheduler"
+        )
+    tokens = options.decode_step_tokens
+    if tokens and not steps.max_num_seqs <= tokens <= steps.max_num_batched_tokens:
+        raise ValueError(
+            f"ec_connector_extra_config: decode_step_tokens is {tokens}, but must be from "
+            f"{steps.max_num_seqs} (--max-num-seqs) to {steps.max_num_batched_tokens} "
+            "(--max-num-batched-tokens)"
+        )
+    check_multimodal(vllm_config)
+    return options
