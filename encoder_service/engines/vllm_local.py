@@ -286,7 +286,7 @@ def most_tokens(engine: Engine) -> int:
 
 
 def failed(rows: Future[Tensor], error: BaseException) -> None:
-    log.error("vLLM encodes an item itself, because the encoder's engine failed: %s", error)
+    log.error("the encoder's engine failed on an item: %s", error)
     with suppress(InvalidStateError):  # cancelled
         rows.set_exception(error)
 
