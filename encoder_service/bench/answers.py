@@ -263,17 +263,21 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
     return found
 
 
+def arrival_times(count: int, seconds: float) -> list[float]:
+    """Random times from 0 to `seconds`, in order, and the same in each call. Intervals drawn one by
+    one would have another mean rate than the one that was asked for."""
+    random = Random(7)
+    return sorted(random.uniform(0, seconds) for _ in range(count))
+
+
 async def arrivals(
     server: OpenAiServer, requests: list[Images], seconds: float, tokens: int
 ) -> list[Streamed]:
-    """Sends each request at its time, whether or not earlier ones have been answered. The times are
-    the same for every server: those of a Poisson process that has this number in this time. With
-    intervals drawn one by one, the mean rate of a few requests is not the one that was asked."""
-    random, began = Random(7), time.perf_counter()
-    times = sorted(began + random.uniform(0, seconds) for _ in requests)
-    sent = []
+    """Sends each request at its time, whether or not earlier ones have been answered."""
+    began, sent = time.perf_counter(), []
+    times = arrival_times(len(requests), seconds)
     for number, (at, images) in enumerate(zip(times, requests, strict=True)):
-        await asyncio.sleep(at - time.perf_counter())
+        await asyncio.sleep(began + at - time.perf_counter())
         sent.append(asyncio.create_task(server.ask(images, number, tokens)))
     return list(await asyncio.gather(*sent))
 

@@ -46,6 +46,7 @@ from encoder_service.engines.vllm_options import local_options
 from encoder_service.engines.vllm_patches import (
     block_sizing,
     cut_for_vllm,
+    has_rows,
     patches_of,
     pixels_and_grid,
 )
@@ -65,7 +66,12 @@ TOWERS = {
 """Module and class of vLLM's tower for each family whose patches are the same in vLLM."""
 RAW_PIXELS = {"do_rescale": False, "do_normalize": False}
 """--mm-processor-kwargs with which patches stay bytes, which are normalised on the device."""
-LEFT = "vLLM's own tower encodes items (vllm:encoder_service_left_total counts them): "
+LEFT = (
+    "vLLM's own tower encodes an item, because %s (vllm:encoder_service_left_total counts such "
+    "items; this one is %s)"
+)
+MOST_REASONS = 20
+"""How many reasons the log has, so that it cannot fill up."""
 
 LAUNCHED_SECONDS = 0.005
 """How long scheduling waits for the engine's thread after the last slice of an image has been
@@ -102,7 +108,7 @@ class LocalItem:
 
 
 class Left(Exception):
-    """Why vLLM's tower encodes an item: a format and its arguments, as of `logging`."""
+    """Says why vLLM's tower encodes an item."""
 
 
 class LocalEncoder:
@@ -155,41 +161,45 @@ class LocalEncoder:
         if name in self.cached or name in self.loading:
             self.drop(name, request.request_id)
             return True
+        if has_rows(feature):
+            return True
         try:
             item = self.items.get(name) or self.accepted(request, index)
+            self.items[name] = item
+            item.requests.add(request.request_id)
             if item.done and not item.encoded:
-                raise Left("the engine failed on them")
+                assert item.rows
+                raise Left(f"the engine failed: {item.rows.exception()!r}")
         except Left as reason:
-            self.leave(name, request.request_id, *reason.args)
+            self.leave(name, request.request_id, str(reason))
             return True
         except Exception as error:  # no error may end vLLM's scheduler
-            self.leave(name, request.request_id, "their data cannot be read: %r", error)
+            self.leave(name, request.request_id, f"its data cannot be read: {error!r}")
             return True
-        self.items[name] = item
-        item.requests.add(request.request_id)
         return item.done
 
-    def leave(self, name: str, request_id: str, reason: str, *values: object) -> None:
+    def leave(self, name: str, request_id: str, reason: str) -> None:
         """Leaves an item to vLLM's tower. Counts it once, because vLLM asks again and again."""
         names = self.left.setdefault(request_id, set())
-        if name not in names:
-            names.add(name)
-            self.stats.count("left")
-            level = logging.DEBUG if reason in self.reasons else logging.WARNING
-            log.log(level, LEFT + reason, *values)
+        if name in names:
+            return
+        names.add(name)
+        self.stats.count("left")
+        if reason not in self.reasons and len(self.reasons) < MOST_REASONS:
             self.reasons.add(reason)
+            log.warning(LEFT, reason, name)
 
     def accepted(self, request: Any, index: int) -> LocalItem:
         """Raises Left if the engine cannot encode the item."""
         feature = request.mm_features[index]
         if feature.modality not in self.spec.kinds:
-            raise Left("the engine takes no items of modality %s", feature.modality)
+            raise Left(f"the engine takes no items of modality {feature.modality}")
         # With an adapter for the tower, the item's name differs from that of its pixels.
         if getattr(feature, "mm_hash", None) not in (None, feature.identifier):
-            raise Left("they are of a LoRA adapter for the tower")
+            raise Left("it is of a LoRA adapter for the tower")
         pixels, grid = pixels_and_grid(feature)
         if pixels is None or grid is None:
-            raise Left("they have rows of their own")
+            raise Left("it has no pixels or no grid")
         rows, columns = grid.data.tolist()[-2:]
         frames = len(pixels.data) // (rows * columns)
         video = feature.modality == "video"
@@ -197,13 +207,11 @@ class LocalEncoder:
         largest, most = plan.group_tokens if video else plan.tokens, most_tokens(self.engine)
         if largest > most:
             raise Left(
-                "one has %d tokens, and the largest budget %d: add a larger one to "
-                "graphs.token_budgets",
-                largest,
-                most,
+                f"it has {largest} tokens, and the largest budget has {most}: add a larger one to "
+                "graphs.token_budgets"
             )
         if plan.tokens != request.get_num_encoder_embeds(index):
-            raise Left("vLLM prunes some of their rows")
+            raise Left("vLLM prunes some of its rows")
         size_bytes = plan.tokens * self.spec.width * getattr(torch, self.spec.dtype).itemsize
         return LocalItem(plan, pixels.data, size_bytes)
 
@@ -286,7 +294,6 @@ def most_tokens(engine: Engine) -> int:
 
 
 def failed(rows: Future[Tensor], error: BaseException) -> None:
-    log.error("the encoder's engine failed on an item: %s", error)
     with suppress(InvalidStateError):  # cancelled
         rows.set_exception(error)
 
@@ -297,11 +304,11 @@ class LocalConnector(ECConnectorBase):  # type: ignore[misc]
     encoder: ClassVar[LocalEncoder | None] = None
 
     def __init__(self, vllm_config: Any, role: Any) -> None:
-        """Raises ValueError for settings that cannot work, and StartError."""
+        """Raises what open_encoder raises, and ValueError if the worker is elsewhere."""
         super().__init__(vllm_config=vllm_config, role=role)
         if role is ECConnectorRole.WORKER:
-            vllm_patches.engine_is_here = True
             encoder = LocalConnector.encoder = open_encoder(vllm_config)
+            vllm_patches.engine_is_here = True
             scheduler = vllm_config.scheduler_config  # vLLM creates it after this
             scheduler.scheduler_cls = paced(scheduler.get_scheduler_cls(), encoder.pace)
             sys.setswitchinterval(SWITCH_SECONDS)
@@ -427,6 +434,7 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
     """Raises what local_options and open_engine raise, and ValueError for another family."""
     from vllm.platforms import current_platform
 
+    log_like_vllm()
     options = local_options(vllm_config)
     model, kind = vllm_config.model_config, current_platform.device_type
     dummy = vllm_config.load_config.load_format == "dummy"
@@ -452,7 +460,6 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
     if not getattr(model.multimodal_config, "mm_device_do_normalize", False):
         normalise(model.multimodal_config.mm_processor_kwargs or {}, spec)
     warn_unless_loaded()
-    log_like_vllm()
     before = used_bytes(kind)
     engine = open_engine(actor, EncoderMetrics(), options.chunk_ms / 1000)
     log.info(
@@ -472,10 +479,11 @@ def open_encoder(vllm_config: Any) -> LocalEncoder:
 
 
 def log_like_vllm() -> None:
-    """The engine logs as part of Ray Serve, whose lines have another format."""
-    if handlers := logging.getLogger("vllm").handlers:
-        engine = logging.getLogger("ray")
-        engine.handlers, engine.propagate = [*handlers], False
+    """The engine logs as part of Ray Serve, whose lines have another format, or are not shown."""
+    theirs, engine = logging.getLogger("vllm"), logging.getLogger("ray.serve")
+    if theirs.handlers and not engine.handlers:
+        engine.handlers, engine.propagate = [*theirs.handlers], False
+        engine.setLevel(theirs.level)
 
 
 def normalise(options: Mapping[str, Any], spec: ModelSpec) -> None:

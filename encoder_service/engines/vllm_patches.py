@@ -50,6 +50,11 @@ def pixels_and_grid(feature: Any) -> tuple[Any, Any]:
     return data.get(pixels), data.get(grid)
 
 
+def has_rows(feature: Any) -> bool:
+    """Whether a client sent an item's rows, so that nobody has to encode it."""
+    return f"{feature.modality}_embeds" in (feature.data or {})
+
+
 def is_whole(pixels: Tensor, spec: ModelSpec) -> bool:
     """Whether these are an image that was kept whole."""
     return pixels.shape[1:] == (3 * spec.sizing.patch_size**2,)

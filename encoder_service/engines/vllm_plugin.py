@@ -55,7 +55,7 @@ def warn_unless_loaded() -> None:
 
 def renderer(config: Any, tokenizer: Any) -> Any:
     """vLLM's own renderer. If place is local, our code preprocesses images from now on. Raises what
-    place_of and local_options raise, before vLLM's engine starts."""
+    place_of and local_options raise; with one API server, before vLLM's engine starts."""
     from vllm.renderers.hf import HfRenderer
 
     transfer = getattr(config, "ec_transfer_config", None)

@@ -209,14 +209,14 @@ def test_with_our_engine_inside_images_are_answered_as_by_vllm_alone(
     assert accepted == (0 if files == "a video" else len(images))
     assert files == "a video" or 1 <= kept <= accepted  # vLLM caches them
     assert "the encoder service's code" not in (engines.folder / "whole.log").read_text()
-    assert "vLLM's own tower encodes items" not in log
+    assert "vLLM's own tower encodes an item" not in log
     assert "the plugin encoder_service is not loaded" not in log
 
 
 def test_an_image_that_is_too_large_for_our_engine_is_answered_too(engines: Engines) -> None:
     image = [shown(jpeg(672, 640))]
     assert_same(answer(engines.local, image), answer(engines.whole, image))
-    assert "and the largest budget 256: add a larger one" in engines.local_log
+    assert "and the largest budget has 256: add a larger one" in engines.local_log
     assert metrics(engines.local)["left_total"] == 1
 
 

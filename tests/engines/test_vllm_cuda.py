@@ -70,7 +70,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str
         vllm(PYTHON, folder, "local", ec_transfer_config=connector, **OPTIONS) as local,
     ):
         yield alone, local
-    assert "vLLM's own tower encodes items" not in (folder / "local.log").read_text()
+    assert "vLLM's own tower encodes an item" not in (folder / "local.log").read_text()
 
 
 @pytest.fixture(scope="module")

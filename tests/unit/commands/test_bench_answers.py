@@ -126,6 +126,15 @@ def test_times_are_those_that_a_reader_sees(console: Console) -> None:
             assert (image.format, image.size) == ("JPEG", (64, 64))
 
 
+def test_arrivals_have_the_mean_rate_that_was_asked_for() -> None:
+    times = answers.arrival_times(60, 15)
+    assert times == sorted(times) == answers.arrival_times(60, 15), "the same for every server"
+    assert 0 <= times[0] < 2
+    assert 13 < times[-1] <= 15
+    assert len(set(times)) == 60
+    assert answers.arrival_times(0, 15) == []
+
+
 def test_arrivals_do_not_wait_for_answers() -> None:
     server = Server()
 

@@ -4,6 +4,7 @@ rows. Within vLLM itself: tests/engines.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -578,15 +579,55 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(
     assert stubbed.cache == {}
     assert not stubbed.engine.submitted
     said = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
-    assert [line.partition("counts them): ")[2] for line in said] == [
-        "vLLM prunes some of their rows",
-        "they are of a LoRA adapter for the tower",
+    reasons = [line.partition(", because ")[2].partition(" (vllm:")[0] for line in said]
+    assert reasons == [
+        "vLLM prunes some of its rows",
+        "it is of a LoRA adapter for the tower",
         "the engine takes no items of modality audio",
-        "one has 66 tokens, and the largest budget 64: add a larger one to graphs.token_budgets",
-        "they have rows of their own",
-        "their data cannot be read: TypeError('len() of a 0-d tensor')",
-        "the engine failed on them",
-    ], "each reason once"
+        "it has 66 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
+        "it has 68 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
+        "its data cannot be read: TypeError('len() of a 0-d tensor')",
+        "the engine failed: EncodeFailed('out of memory')",
+    ]
+    assert stubbed.scheduler.get_ec_connector_stats().data["left"] == 7, "not the embedding"
+
+
+def test_reasons_do_not_fill_the_log(stubbed: Stubbed, caplog: pytest.LogCaptureFixture) -> None:
+    for rows in range(66, 166, 2):
+        stubbed.step(stubbed.images(f"large {rows}", f"item {rows}", rows=rows))
+    assert caplog.text.count("vLLM's own tower encodes an item") == 20
+
+
+def test_an_item_that_the_engine_failed_on_is_left_by_all_that_need_it(stubbed: Stubbed) -> None:
+    stubbed.engine.fails = "out of memory"
+    first, second = stubbed.images("a", "x"), stubbed.images("b", "x")
+    stubbed.step(first)
+    stubbed.until(first)
+    stubbed.engine.fails = ""
+    assert stubbed.scheduler.ensure_cache_available(second, 0)
+    stubbed.scheduler.request_finished(first)
+    assert stubbed.scheduler.ensure_cache_available(second, 0), "it was left"
+    stubbed.scheduler.request_finished(second)
+    assert not stubbed.scheduler.encoder.items
+
+
+def test_the_engine_logs_as_vllm_does(
+    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vllm_local = import_module("encoder_service.engines.vllm_local")
+    theirs, engine = logging.getLogger("vllm"), logging.getLogger("ray.serve")
+    for one in (theirs, engine):  # restored after the test
+        monkeypatch.setattr(one, "handlers", [])
+        monkeypatch.setattr(one, "propagate", True)
+        monkeypatch.setattr(one, "level", logging.NOTSET)
+    theirs.setLevel(logging.INFO)
+    vllm_local.log_like_vllm()
+    assert engine.propagate, "vLLM's logger was not configured"
+    theirs.addHandler(handler := logging.NullHandler())
+    vllm_local.log_like_vllm()
+    vllm_local.log_like_vllm()
+    assert engine.handlers == [handler]
+    assert (engine.propagate, engine.level) == (False, logging.INFO)
 
 
 def test_vllms_tower_gets_patches_of_what_it_encodes_after_all(stubbed: Stubbed) -> None:
@@ -770,7 +811,7 @@ def test_what_cannot_work_is_refused_at_start(
     with pytest.raises(ConfigError, match=r"extra_config: chunk: no such key; .* chunk_ms"):
         start("qwen3vl-tiny", chunk=1)
     for tokens in (7, 2049):
-        with pytest.raises(ValueError, match=r"decode_step_tokens .* from 8 .* to 2048"):
+        with pytest.raises(ConfigError, match=r"decode_step_tokens .* from 8 .* to 2048"):
             start("qwen3vl-tiny", decode_step_tokens=tokens)
     with pytest.raises(ValueError, match=r"--scheduler-cls is Other, .* from vLLM's Scheduler"):
         start("qwen3vl-tiny", scheduler=type("Other", (), {}))
@@ -803,21 +844,35 @@ def test_a_plan_for_other_weights_is_refused_at_start(
         Halves(connector_module, "qwen3vl-tiny", graphs=graphs)
 
 
+@pytest.mark.parametrize(
+    ("listed", "advice"),
+    [
+        (None, "install this package with pip"),
+        ("a,encoder_service", "install this package with pip"),
+        ("", "VLLM_PLUGINS is '': add encoder_service"),
+        ("a,b", "VLLM_PLUGINS is 'a,b': add encoder_service"),
+    ],
+)
 @pytest.mark.parametrize("loaded", [False, True])
 def test_a_vllm_that_has_not_loaded_the_plugin_says_so(
     connector_module: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
+    listed: str | None,
+    advice: str,
     *,
     loaded: bool,
 ) -> None:
     monkeypatch.setattr(vllm_plugin, "loaded", False)
-    monkeypatch.setenv("VLLM_PLUGINS", "")
+    if listed is None:
+        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("VLLM_PLUGINS", listed)
     if loaded:
         vllm_plugin.register()
     Halves(connector_module, "qwen3vl-tiny").worker.shutdown()
     assert caplog.text.count("the plugin encoder_service is not loaded") == (not loaded)
-    assert caplog.text.count("VLLM_PLUGINS is '': add encoder_service") == (not loaded)
+    assert caplog.text.count(advice) == (not loaded)
 
 
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:

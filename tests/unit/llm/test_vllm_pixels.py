@@ -148,6 +148,7 @@ def config(
     place: str | None = "local",
     connector: str = CONNECTOR["ec_connector"],
     cards: int = 1,
+    cache: str = "lru",
     **options: Any,
 ) -> Any:
     """vllm.config.VllmConfig, as far as the plugin reads it."""
@@ -161,8 +162,15 @@ def config(
         ec_transfer_config=transfer,
         image_processor=Qwen2VLImageProcessor(),
         parallel_config=SimpleNamespace(world_size_across_dp=cards),
-        scheduler_config=SimpleNamespace(get_scheduler_cls=lambda: Scheduler),
-        model_config=SimpleNamespace(multimodal_config=None),
+        scheduler_config=SimpleNamespace(
+            max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: Scheduler
+        ),
+        model_config=SimpleNamespace(
+            multimodal_config=SimpleNamespace(
+                mm_processor_cache_type=cache, get_limit_per_prompt=lambda kind: 1
+            ),
+            hf_config=SimpleNamespace(),
+        ),
     )
 
 
@@ -442,11 +450,21 @@ def noise(url: str) -> bytes:
     return b64decode(url.partition(",")[2])
 
 
-def test_what_cannot_work_ends_the_api_process(pixels: Any) -> None:
-    with pytest.raises(ConfigError, match=r"chunk_m: no such key; .* Did you mean chunk_ms\?"):
-        vllm_plugin.renderer(config(chunk_m=5), None)
-    with pytest.raises(ValueError, match=r"for one GPU, not 2: leave out --tensor-parallel-size"):
-        vllm_plugin.renderer(config(cards=2), None)
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"chunk_m": 5}, ConfigError, r"config: chunk_m: no such key; .* Did you mean chunk_ms\?"),
+        ({"decode_step_tokens": 7}, ConfigError, r"config: decode_step_tokens is 7, .* from 8 "),
+        ({"place": "locale"}, ValueError, r"config: place is 'locale': use \"local\""),
+        ({"cards": 2}, ValueError, r"for one GPU, not 2: leave out the options --\*-parallel-size"),
+        ({"cache": "shm"}, ValueError, "--mm-processor-cache-type is shm"),
+    ],
+)
+def test_wrong_options_end_the_api_process(
+    pixels: Any, given: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        vllm_plugin.renderer(config(**given), None)
     assert stock(pixels)
 
 
