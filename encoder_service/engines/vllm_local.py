@@ -71,7 +71,7 @@ LEFT = (
     "items; this one is %s)"
 )
 MOST_REASONS = 20
-"""How many reasons the log has, so that it cannot fill up."""
+"""Maximum number of reasons in the log, so that they cannot fill it. At level DEBUG it has all."""
 
 LAUNCHED_SECONDS = 0.005
 """How long scheduling waits for the engine's thread after the last slice of an image has been
@@ -185,9 +185,10 @@ class LocalEncoder:
             return
         names.add(name)
         self.stats.count("left")
-        if reason not in self.reasons and len(self.reasons) < MOST_REASONS:
+        new = reason not in self.reasons and len(self.reasons) < MOST_REASONS
+        if new:
             self.reasons.add(reason)
-            log.warning(LEFT, reason, name)
+        log.log(logging.WARNING if new else logging.DEBUG, LEFT, reason, name)
 
     def accepted(self, request: Any, index: int) -> LocalItem:
         """Raises Left if the engine cannot encode the item."""

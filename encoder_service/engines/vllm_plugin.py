@@ -21,7 +21,7 @@ RENDERER = ("vllm.renderers.hf", "HfRenderer")
 
 SWITCH_SECONDS = 0.0005
 """How long a thread keeps the GIL while another one waits for it. With Python's 5 ms, tokens
-reached clients up to 9 ms late (BENCHMARKS "Answers")."""
+reached clients up to 9 ms late (docs/history/benchmarks.md, "Limits of 1.35 and 1.2")."""
 
 loaded = False
 """Whether vLLM has loaded this plugin in this process."""

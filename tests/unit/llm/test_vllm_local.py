@@ -569,6 +569,7 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(
             data=elements(pixel_values=torch.ones(()), image_grid_thw=torch.ones(2)),
         ),
     ]
+    left.append(stubbed.images("bare", "i", data=None))
     left[0].mm_features[0].mm_position.length = 3
     assert stubbed.step(*left) == left
     assert stubbed.cache == {}
@@ -587,15 +588,18 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(
         "it has 66 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
         "it has 68 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
         "its data cannot be read: TypeError('len() of a 0-d tensor')",
+        "it has no pixels or no grid",
         "the engine failed: EncodeFailed('out of memory')",
     ]
-    assert stubbed.scheduler.get_ec_connector_stats().data["left"] == 7, "not the embedding"
+    assert stubbed.scheduler.get_ec_connector_stats().data["left"] == 8, "not the embedding"
 
 
 def test_reasons_do_not_fill_the_log(stubbed: Stubbed, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", "vllm.encoder_service")
     for rows in range(66, 166, 2):
         stubbed.step(stubbed.images(f"large {rows}", f"item {rows}", rows=rows))
-    assert caplog.text.count("vLLM's own tower encodes an item") == 20
+    said = [one for one in caplog.records if "own tower encodes an item" in one.getMessage()]
+    assert [one.levelname for one in said] == ["WARNING"] * 20 + ["DEBUG"] * 30
 
 
 def test_an_item_that_the_engine_failed_on_is_left_by_all_that_need_it(stubbed: Stubbed) -> None:
