@@ -147,6 +147,29 @@ def config(
     )
 
 
+def configured(
+    model: str,
+    cards: int = 1,
+    cache: str = "lru",
+    scheduler: type[Any] = Scheduler,
+    **options: Any,
+) -> Any:
+    """As `config`, for place "local". `options`: keys of the connector."""
+    vllm = config(None, cache=cache)
+    extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
+    vllm.ec_transfer_config.ec_connector_extra_config = extra
+    vllm.ec_transfer_config.get_from_extra_config = extra.get
+    vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
+    vllm.scheduler_config = SimpleNamespace(
+        max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: scheduler
+    )
+    vllm.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[8, 256, 448, 768])
+    vllm.load_config = SimpleNamespace(load_format="dummy")
+    vllm.model_config.model, vllm.model_config.revision = model, None
+    vllm.model_config.dtype = torch.float32
+    return vllm
+
+
 @dataclass
 class Request:
     """vllm.v1.request.Request, as far as a connector reads it: items one after the other."""

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from encoder_service.api.http import build
+from encoder_service.engines import vllm_patches
 from tests.unit.connector_rig import Encoders, Halves, Keeping
 from tests.unit.front_door import service
 from tests.unit.proxied import in_a_thread
@@ -21,10 +22,12 @@ from tests.unit.vllm_half import ECConnectorRole, config, stand_in
 def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """encoder_service.engines.vllm_connector as vLLM would load it."""
     stand_in(monkeypatch)
+    monkeypatch.setattr(vllm_patches, "engine_is_here", False)
     import encoder_service.engines.vllm_connector as module
 
     yield module
-    del sys.modules["encoder_service.engines.vllm_connector"]
+    for name in ("vllm_connector", "vllm_local"):
+        sys.modules.pop(f"encoder_service.engines.{name}", None)
 
 
 @pytest.fixture

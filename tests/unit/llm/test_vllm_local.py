@@ -4,7 +4,6 @@ rows. Within vLLM itself: tests/engines.
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
@@ -22,33 +21,20 @@ from torch import Tensor
 from actors.engine.device import Device
 from actors.engine.slices import Pace, Step
 from actors.engine.video_chunks import rows_of
-from actors.errors import ConfigError, EncodeFailed
+from actors.errors import EncodeFailed
 from actors.families.registry import read
 from actors.media.patchify import patchifier_of
-from actors.models.precision import VERSION, LayerPlan, PrecisionPlan
 from actors.options import ActorOptions, ModelOptions
 from actors.spec.model_spec import ModelSpec
 from actors.spec.sizing import BlockSizing
 from actors.types import Clip, Item, ItemPlan, Size
-from encoder_service.engines import vllm_patches, vllm_plugin
+from encoder_service.engines import vllm_patches
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from tests.small_presets import write_small
-from tests.unit.vllm_half import ECConnectorRole, Scheduler, config, running, stand_in
+from tests.unit.vllm_half import ECConnectorRole, configured, running
 from tests.waiting import until
 
 FAMILIES = ("qwen2vl-7b", "qwen25vl-7b", "qwen35-27b")
-
-
-@pytest.fixture
-def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """encoder_service.engines.vllm_connector as vLLM would load it."""
-    stand_in(monkeypatch)
-    monkeypatch.setattr(vllm_patches, "engine_is_here", False)
-    import encoder_service.engines.vllm_connector as module
-
-    yield module
-    for name in ("vllm_connector", "vllm_local"):
-        sys.modules.pop(f"encoder_service.engines.{name}", None)
 
 
 @dataclass
@@ -74,29 +60,6 @@ class Images:
 
     def get_num_encoder_embeds(self, index: int) -> int:
         return int(self.mm_features[index].mm_position.length)
-
-
-def configured(
-    model: str,
-    cards: int = 1,
-    cache: str = "lru",
-    scheduler: type[Any] = Scheduler,
-    **options: Any,
-) -> Any:
-    """vllm.config.VllmConfig, as far as the connector reads it."""
-    vllm = config(None, cache=cache)
-    extra = {"place": "local", "graphs": {"token_budgets": [128]}, **options}
-    vllm.ec_transfer_config.ec_connector_extra_config = extra
-    vllm.ec_transfer_config.get_from_extra_config = extra.get
-    vllm.parallel_config = SimpleNamespace(world_size_across_dp=cards)
-    vllm.scheduler_config = SimpleNamespace(
-        max_num_seqs=8, max_num_batched_tokens=2048, get_scheduler_cls=lambda: scheduler
-    )
-    vllm.compilation_config = SimpleNamespace(cudagraph_capture_sizes=[8, 256, 448, 768])
-    vllm.load_config = SimpleNamespace(load_format="dummy")
-    vllm.model_config.model, vllm.model_config.revision = model, None
-    vllm.model_config.dtype = torch.float32
-    return vllm
 
 
 class Halves:
@@ -615,25 +578,6 @@ def test_an_item_that_the_engine_failed_on_is_left_by_all_that_need_it(stubbed: 
     assert not stubbed.scheduler.encoder.items
 
 
-def test_the_engine_logs_as_vllm_does(
-    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    vllm_local = import_module("encoder_service.engines.vllm_local")
-    theirs, engine = logging.getLogger("vllm"), logging.getLogger("ray.serve")
-    for one in (theirs, engine):  # restored after the test
-        monkeypatch.setattr(one, "handlers", [])
-        monkeypatch.setattr(one, "propagate", True)
-        monkeypatch.setattr(one, "level", logging.NOTSET)
-    theirs.setLevel(logging.INFO)
-    vllm_local.log_like_vllm()
-    assert engine.propagate, "vLLM's logger was not configured"
-    theirs.addHandler(handler := logging.NullHandler())
-    vllm_local.log_like_vllm()
-    vllm_local.log_like_vllm()
-    assert engine.handlers == [handler]
-    assert (engine.propagate, engine.level) == (False, logging.INFO)
-
-
 def test_vllms_tower_gets_patches_of_what_it_encodes_after_all(stubbed: Stubbed) -> None:
     columns = 3 * stubbed.spec.sizing.patch_size**2
 
@@ -796,87 +740,6 @@ def test_the_engine_has_two_budgets_per_doubling_unless_others_are_given(
     (options,) = opened
     assert options.graphs.steps_per_doubling == steps
     assert options.graphs.precision == given.get("precision", "bf16")
-
-
-def test_what_cannot_work_is_refused_at_start(
-    connector_module: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(model: str, cards: int = 1, cache: str = "lru", **options: Any) -> None:
-        Halves(connector_module, model, cards=cards, cache=cache, **options)
-
-    with pytest.raises(ValueError, match="for one GPU, not 2"):
-        start("qwen3vl-tiny", cards=2)
-    with pytest.raises(ValueError, match="is shm"):
-        start("qwen3vl-tiny", cache="shm")
-    with pytest.raises(ConfigError, match=r"ec_connector_extra_config: graphs\.mode: .*'exact'"):
-        start("qwen3vl-tiny", graphs={"mode": "exact"})
-    with pytest.raises(ValueError, match="not pixtral"):
-        start("pixtral-12b")
-    with pytest.raises(ConfigError, match=r"extra_config: chunk: no such key; .* chunk_ms"):
-        start("qwen3vl-tiny", chunk=1)
-    for tokens in (7, 2049):
-        with pytest.raises(ConfigError, match=r"decode_step_tokens .* from 8 .* to 2048"):
-            start("qwen3vl-tiny", decode_step_tokens=tokens)
-    with pytest.raises(ValueError, match=r"--scheduler-cls is Other, .* from vLLM's Scheduler"):
-        start("qwen3vl-tiny", scheduler=type("Other", (), {}))
-    from encoder_service.engines.vllm_local import LocalConnector
-
-    with pytest.raises(ValueError, match="in another process"):
-        LocalConnector(configured("qwen3vl-tiny"), ECConnectorRole.SCHEDULER)
-    monkeypatch.setitem(sys.modules, "encoder_service.engines.vllm_local", None)
-    with pytest.raises(ValueError, match=r"pip install --no-deps \. in the repository"):
-        start("qwen3vl-tiny")
-
-
-def test_a_plan_for_other_weights_is_refused_at_start(
-    connector_module: ModuleType, tmp_path: Path
-) -> None:
-    file = tmp_path / "plan.json"
-    layers = {"blocks.0.mlp.linear_fc1": LayerPlan.of(0.03, torch.zeros(64, dtype=torch.bfloat16))}
-    plan = PrecisionPlan(
-        version=VERSION,
-        model="another",
-        weights="others",
-        fp8=layers,
-        rows_error=0.04,
-        rows_cosine=0.999,
-        images=7,
-    )
-    file.write_text(plan.model_dump_json())
-    graphs = {"precision": "fp8", "precision_file": str(file)}
-    with pytest.raises(ConfigError, match="is for other weights, those of another"):
-        Halves(connector_module, "qwen3vl-tiny", graphs=graphs)
-
-
-@pytest.mark.parametrize(
-    ("listed", "advice"),
-    [
-        (None, "install this package with pip"),
-        ("a,encoder_service", "install this package with pip"),
-        ("", "VLLM_PLUGINS is '': add encoder_service"),
-        ("a,b", "VLLM_PLUGINS is 'a,b': add encoder_service"),
-    ],
-)
-@pytest.mark.parametrize("loaded", [False, True])
-def test_a_vllm_that_has_not_loaded_the_plugin_says_so(
-    connector_module: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    listed: str | None,
-    advice: str,
-    *,
-    loaded: bool,
-) -> None:
-    monkeypatch.setattr(vllm_plugin, "loaded", False)
-    if listed is None:
-        monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    else:
-        monkeypatch.setenv("VLLM_PLUGINS", listed)
-    if loaded:
-        vllm_plugin.register()
-    Halves(connector_module, "qwen3vl-tiny").worker.shutdown()
-    assert caplog.text.count("the plugin encoder_service is not loaded") == (not loaded)
-    assert caplog.text.count(advice) == (not loaded)
 
 
 def test_what_was_loaded_is_reported_once(stubbed: Stubbed) -> None:
