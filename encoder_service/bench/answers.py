@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from io import BytesIO
+from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -203,17 +204,19 @@ class Pictures:
         self.made = 0
         self.earlier: defaultdict[Kind, list[Images]] = defaultdict(list)
 
-    def of(self, kind: Kind, count: int) -> list[Images]:
-        found, random = [], Random(self.made)
-        for sizes in random.choices(kind.requests, k=count):
-            found.append([self.next(size) for size in sizes])
-        if self.repeated and any(kind.requests):
-            random, earlier = Random(self.made), self.earlier[kind]
-            for place in range(count):
-                if earlier and random.random() < self.repeated:
-                    found[place] = random.choice(earlier)
-                earlier.append(found[place])
-        return found
+    def of(self, kind: Kind) -> Iterator[Images]:
+        """Those of one request after another, without end. Kinds of requests come in the same
+        random order each time, so that all servers get the same."""
+        random, earlier = Random(7), self.earlier[kind]
+        while True:
+            sizes = random.choice(kind.requests)
+            if earlier and random.random() < self.repeated:
+                images = random.choice(earlier)
+            else:
+                images = [self.next(size) for size in sizes]
+            if self.repeated and any(kind.requests):
+                earlier.append(images)
+            yield images
 
     def next(self, size: Shape) -> bytes:
         self.made += 1
@@ -243,10 +246,11 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
         console.print(line(one))
 
     for kind in plan.kinds:
-        for number, images in enumerate(pictures.of(kind, WARM_UPS)):
+        for number, images in enumerate(islice(pictures.of(kind), WARM_UPS)):
             await server.ask(images, number, plan.tokens)
         for per_second in plan.per_second:
-            images_of = pictures.of(kind, max(1, round(per_second * plan.seconds)))
+            count = max(1, round(per_second * plan.seconds))
+            images_of = list(islice(pictures.of(kind), count))
             began = time.perf_counter()
             answers = await arrivals(server, images_of, plan.seconds, plan.tokens)
             ended(f"{kind.name}, {per_second:g}/s", answers, time.perf_counter() - began)
@@ -255,7 +259,7 @@ async def measure(server: OpenAiServer, plan: AnswersPlan, console: Console) -> 
         if plan.streams:
             per_second = plan.per_second[0] if any(kind.requests) else 0.0
             count = round(per_second * plan.seconds)
-            images_of = pictures.of(kind, count)
+            images_of = list(islice(pictures.of(kind), count))
             began = time.perf_counter()
             answers = await beside(server, plan, images_of)
             load = f"{plan.streams} text streams beside {kind.name}, {per_second:g}/s"
@@ -289,14 +293,15 @@ async def saturated(
     seconds that they stand for: their summed durations over the number in flight. Counting answers
     per second would mislead, because requests start in waves."""
     answers: list[Streamed] = []
-    ready = pictures.of(kind, plan.in_flight)
+    requests = pictures.of(kind)
+    ready = list(islice(requests, plan.in_flight))
     began = time.perf_counter()
     end = began + plan.seconds
 
     async def reader(images: Images) -> None:
         while time.perf_counter() < end:
             answers.append(await server.ask(images, len(answers), plan.tokens))
-            (images,) = pictures.of(kind, 1)
+            images = next(requests)
 
     await asyncio.gather(*map(reader, ready))
     settled = began + SETTLED * plan.seconds

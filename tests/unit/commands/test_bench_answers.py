@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from io import BytesIO, StringIO
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -256,12 +257,20 @@ def test_a_server_that_hangs_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_requests_with_many_images_share_none() -> None:
     pictures = answers.Pictures(repeated=0)
-    requests = pictures.of(Kind("20", (((32, 32),) * 20,)), 2)
-    requests += pictures.of(Kind("1", (((32, 32),),)), 2)
-    mixed = pictures.of(Kind("text/2", ((), ((32, 32), (32, 32)))), 20)
-    images = [image for request in requests for image in request]
+    kinds = [Kind("20", (((32, 32),) * 20,)), Kind("1", (((32, 32),),))]
+    images = [one for kind in kinds for request in islice(pictures.of(kind), 2) for one in request]
     assert len(set(images)) == len(images) == 42
-    assert {len(request) for request in mixed} == {0, 2}
+
+
+def test_a_mix_stays_one_with_a_fixed_number_in_flight(console: Console) -> None:
+    server = Server()
+    kinds = [Kind("text/64x64", ((), ((64, 64),)))]
+    what = plan(kinds=kinds, per_second=[], in_flight=1, streams=0, seconds=1.0, tokens=1)
+    asyncio.run(measured(server, what, console))
+    contents = [body["messages"][0]["content"] for body in server.bodies[answers.WARM_UPS :]]
+    share = sum(len(content) > 1 for content in contents) / len(contents)
+    assert len(contents) > 20
+    assert 0.25 < share < 0.75
 
 
 def test_the_command_measures_running_servers(tmp_path: Path) -> None:
