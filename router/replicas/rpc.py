@@ -230,7 +230,8 @@ class ReplicaStream:
         self._order.put_nowait(None)
         for number, waiting in self._waiting.items():
             never_sent = number in self._unsent
-            waiting.put_nowait(ReplicaUnreachable(str(lost)) if never_sent else lost)
+            kind = ReplicaUnreachable if never_sent else type(lost)
+            waiting.put_nowait(kind(str(lost)))  # one for each, because it will have a traceback
         self._unsent.clear()
 
     def _borrowed(self, outcome: pb.Outcome) -> list[Bytes]:
