@@ -278,9 +278,10 @@ async def test_what_a_replica_keeps_is_found_by_its_id(monkeypatch: pytest.Monke
         assert found.media.data == b""
         await fleet.release("a.y")
         for reference in ("a.y", "a.z", "c.x", "nonsense", ""):
-            with pytest.raises(NotFound):
+            says = "encode the item again" if "." in reference else "is not an id"
+            with pytest.raises(NotFound, match=says):
                 await fleet.fetch(reference)
-            with pytest.raises(NotFound):
+            with pytest.raises(NotFound, match=says):
                 await fleet.release(reference)
 
 
