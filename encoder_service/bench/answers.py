@@ -49,8 +49,6 @@ GOOD_FIRST_SECONDS, GOOD_BETWEEN_SECONDS = 1.0, 0.05
 STREAM_TOKENS = 200
 STREAMS_SECONDS = 0.5
 """Text streams run for this long before images arrive beside them."""
-SETTLED = 0.25
-"""With a fixed number in flight, answers that end in this first part of the phase do not count."""
 PROMPT = "What is in these pictures? Answer in a few words."
 PICTURES = 4
 """Different pictures of a size. They are drawn when the first request of the size is made."""
@@ -289,23 +287,27 @@ async def arrivals(
 async def saturated(
     server: OpenAiServer, plan: AnswersPlan, kind: Kind, pictures: Pictures
 ) -> tuple[list[Streamed], float]:
-    """Keeps a fixed number of requests in flight. Returns the answers after the first part, and the
-    seconds that they stand for: their summed durations over the number in flight. Counting answers
-    per second would mislead, because requests start in waves."""
+    """Keeps a fixed number of requests in flight. The phase begins when the first of them, which
+    are all sent at once and wait for each other, have ended. Returns the answers that end in it,
+    and the seconds that they stand for: their summed durations over the number in flight. Counting
+    answers per second would mislead, because requests start in waves."""
     answers: list[Streamed] = []
     requests = pictures.of(kind)
     ready = list(islice(requests, plan.in_flight))
-    began = time.perf_counter()
-    end = began + plan.seconds
+    first, began = plan.in_flight, math.inf
 
     async def reader(images: Images) -> None:
-        while time.perf_counter() < end:
-            answers.append(await server.ask(images, len(answers), plan.tokens))
-            images = next(requests)
+        nonlocal first, began
+        answers.append(await server.ask(images, len(answers), plan.tokens))
+        first -= 1
+        if not first:
+            began = time.perf_counter()
+        while time.perf_counter() < began + plan.seconds:
+            answers.append(await server.ask(next(requests), len(answers), plan.tokens))
 
     await asyncio.gather(*map(reader, ready))
-    settled = began + SETTLED * plan.seconds
-    counted = [one for one in answers if one.error or settled <= one.ended <= end]
+    end = began + plan.seconds
+    counted = [one for one in answers if one.error or began <= one.ended <= end]
     whole = [one.ended - one.began for one in counted if not one.error]
     return counted, math.fsum(whole) / plan.in_flight if whole else plan.seconds
 

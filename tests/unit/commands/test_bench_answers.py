@@ -262,6 +262,20 @@ def test_requests_with_many_images_share_none() -> None:
     assert len(set(images)) == len(images) == 42
 
 
+def test_requests_that_were_sent_at_once_do_not_count(console: Console) -> None:
+    class Slow(Server):
+        async def chat(self, request: Request) -> Response:
+            if len(self.bodies) < answers.WARM_UPS + 3:
+                await asyncio.sleep(0.5)
+            return await super().chat(request)
+
+    server = Slow()
+    what = plan(kinds=plan().kinds[:1], per_second=[], streams=0)
+    (found,) = asyncio.run(measured(server, what, console))
+    assert found.answers > 10
+    assert found.first_token_ms[1] < 300
+
+
 def test_a_mix_stays_one_with_a_fixed_number_in_flight(console: Console) -> None:
     server = Server()
     kinds = [Kind("text/64x64", ((), ((64, 64),)))]
