@@ -273,7 +273,7 @@ def test_requests_that_were_sent_at_once_do_not_count(console: Console) -> None:
     what = plan(kinds=plan().kinds[:1], per_second=[], streams=0)
     (found,) = asyncio.run(measured(server, what, console))
     assert found.answers > 10
-    assert found.first_token_ms[1] < 300
+    assert found.first_token_ms[0] < 300
 
 
 def test_a_mix_stays_one_with_a_fixed_number_in_flight(console: Console) -> None:
