@@ -46,7 +46,8 @@ KEPT_ALIVE_SECONDS = 2.0  # below the 5 s after which vLLM closes an idle connec
 WARM_UPS = 6
 GOOD_FIRST_SECONDS, GOOD_BETWEEN_SECONDS = 1.0, 0.05
 """An answer is good if its first token, and its mean time between tokens, come within these."""
-STREAM_TOKENS = 200
+STREAM_TOKENS = 100, 300
+"""Fewest and most tokens of a text stream. They differ so that streams do not all begin at once."""
 STREAMS_SECONDS = 0.5
 """Text streams run for this long before images arrive beside them."""
 PROMPT = "What is in these pictures? Answer in a few words."
@@ -317,11 +318,13 @@ async def beside(server: OpenAiServer, plan: AnswersPlan, requests: list[Images]
     streamed: list[Streamed] = []
     over = asyncio.Event()
 
-    async def stream() -> None:
+    async def stream(number: int) -> None:
+        random = Random(number)
         while not over.is_set():
-            streamed.append(await server.ask([], len(streamed), STREAM_TOKENS))
+            tokens = random.randint(*STREAM_TOKENS)
+            streamed.append(await server.ask([], len(streamed), tokens))
 
-    streams = [asyncio.create_task(stream()) for _ in range(plan.streams)]
+    streams = [asyncio.create_task(stream(number)) for number in range(plan.streams)]
     await asyncio.sleep(STREAMS_SECONDS)
     began = time.perf_counter()
     pictures = await arrivals(server, requests, plan.seconds, plan.tokens)

@@ -118,6 +118,8 @@ def test_times_are_those_that_a_reader_sees(console: Console) -> None:
         assert 0 < one.good_per_second <= one.per_second
     # Three at a time, each of at least 45 ms, cannot be more than these.
     assert found[1].per_second <= 3 / (FIRST_SECONDS + 3 * BETWEEN_SECONDS)
+    lengths = {body["max_tokens"] for body in server.bodies} - {plan().tokens}
+    assert len(lengths) > 1, "text streams do not end together"
     images = server.images()
     assert len(set(images)) == len(images) > 20
     for url in images:
