@@ -219,7 +219,6 @@ class ReplicaServer:
         for before in [one for one in self._streams if one.line == line != ""]:
             before.close()  # so that it lends no more
             self.take_back(before.lent.values())
-            before.lent.clear()  # so that its end does not replace those of its successor
         self.take_back(self._lent.pop(line, {}).values())
 
     def take_back(self, loans: Iterable[Loan]) -> None:

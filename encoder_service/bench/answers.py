@@ -204,8 +204,8 @@ class Pictures:
         self.earlier: defaultdict[Kind, list[Images]] = defaultdict(list)
 
     def of(self, kind: Kind) -> Iterator[Images]:
-        """Those of one request after another, without end. Kinds of requests come in the same
-        random order each time, so that all servers get the same."""
+        """Those of one request after another, without end. Unless some are repeated, sizes come in
+        the same random order each time, so that all servers get the same."""
         random, earlier = Random(7), self.earlier[kind]
         while True:
             sizes = random.choice(kind.requests)
@@ -295,13 +295,13 @@ async def saturated(
     answers: list[Streamed] = []
     requests = pictures.of(kind)
     ready = list(islice(requests, plan.in_flight))
-    first, began = plan.in_flight, math.inf
+    left, began = plan.in_flight, math.inf  # left: how many of the first have not ended
 
     async def reader(images: Images) -> None:
-        nonlocal first, began
+        nonlocal left, began
         answers.append(await server.ask(images, len(answers), plan.tokens))
-        first -= 1
-        if not first:
+        left -= 1
+        if not left:
             began = time.perf_counter()
         while time.perf_counter() < began + plan.seconds:
             answers.append(await server.ask(next(requests), len(answers), plan.tokens))

@@ -369,8 +369,8 @@ class HandOver:
 def unknown(reference: str) -> NotFound:
     if "." not in reference:
         return NotFound(
-            f"{reference[:100]!r} is not an id: ask for ids with the option `reference`, and send "
-            "one as it came"
+            f"{reference[:100]!r} is not an id: encode an item with the option `reference` to get "
+            "one"
         )
     return NotFound(
         f"no embedding is kept under {reference[:100]!r}: it expired, was released or evicted, or "
