@@ -45,7 +45,8 @@ vllm: setup
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(BIN)/pytest -m engine \
 		tests/engines/test_vllm.py tests/engines/test_vllm_rows.py
 	OMP_NUM_THREADS=1 VLLM_PYTHON=$(VLLM_PYTHON) tests/loopback $(VLLM_PYTHON) -m pytest -m engine \
-		tests/engines/test_vllm_chat.py tests/engines/test_vllm_pixels.py
+		tests/engines/test_vllm_chat.py tests/engines/test_vllm_chat_local.py \
+		tests/engines/test_vllm_pixels.py
 
 # Tests embeddings in SGLang's own code, which has its own environment. Starts no engine.
 SGLANG_PYTHON ?= .venv-sglang/bin/python

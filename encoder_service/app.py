@@ -181,6 +181,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             router,
             options.encoder.transport,
             options.references.max_bytes > 0,
+            spec,
         )
     return serve.deployment(
         Ingress,

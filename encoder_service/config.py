@@ -22,9 +22,11 @@ from pydantic import (
 from actors.engine.budgets import Capacity, model_capacity
 from actors.errors import ConfigError
 from actors.options import (
+    OFF_IS_A_WORD,
     ActorOptions,
     AutoscalingOptions,
     DeviceOptions,
+    GraphOptions,
     ModelOptions,
     Options,
     ReferenceOptions,
@@ -159,6 +161,27 @@ class LlmAutoscalingOptions(AutoscalingOptions):
     `llm.max_ongoing_requests`, so that replicas are added before requests have to wait."""
 
 
+class LocalGraphOptions(GraphOptions):
+    mode: Annotated[Literal["budget", "off"], OFF_IS_A_WORD] = "budget"
+    """Not exact: each step asks whether the engine's stream is idle, which CUDA forbids while that
+    stream captures a graph."""
+    steps_per_doubling: Literal[1, 2, 4, 8] = 2
+    """Fewer budgets than in the service, because vLLM already takes long to start."""
+
+
+class LocalEncoderOptions(Options):
+    """Our engine inside vLLM's process, of the chat's replica or of `vllm serve`."""
+
+    chunk_ms: float = Field(5, gt=0)
+    """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
+    decode_step_tokens: int | None = Field(None, gt=0)
+    """Maximum tokens of a step in which a request decodes; fewer beside a long context. None: as
+    many as of any step (--max-num-batched-tokens)."""
+    ahead_bytes: int = Field(2**30, gt=0)
+    """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
+    graphs: LocalGraphOptions = LocalGraphOptions()
+
+
 class LlmOptions(DeviceOptions):
     """The language model's deployment. It scales independently of the encoders."""
 
@@ -169,6 +192,8 @@ class LlmOptions(DeviceOptions):
     """vllm: GPUs per replica, all on one node. Ray reserves as many."""
     engine_args: dict[str, Any] = Field({})
     """vllm: further AsyncEngineArgs, such as `gpu_memory_utilization`."""
+    local_encoder: LocalEncoderOptions | None = None
+    """vllm: images are encoded inside vLLM's process. None: by the encoders."""
     tool_parser: str = ""
     """vllm: name of vLLM's parser of tool calls, such as `hermes`. Empty: tools are rejected."""
     model: ModelOptions | None = None
@@ -213,12 +238,11 @@ class LlmOptions(DeviceOptions):
 
     @model_validator(mode="after")
     def options_belong_to_the_engine(self) -> Self:
-        if self.engine != "vllm" and (
-            self.engine_args or self.tensor_parallel_size > 1 or self.tool_parser
-        ):
-            raise ValueError(
-                "engine_args, tensor_parallel_size and tool_parser: only with engine: vllm"
-            )
+        for key in ("engine_args", "local_encoder", "tensor_parallel_size", "tool_parser"):
+            if self.engine != "vllm" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: only with engine: vllm")
+        if self.local_encoder and self.tensor_parallel_size > 1:
+            raise ValueError("local_encoder: only with tensor_parallel_size: 1")
         if self.engine == "vllm" and self.video_pruning_rate:
             raise ValueError("video_pruning_rate: only with engine: transformers")
         if self.tensor_parallel_size > 1 and 0 < self.num_gpus < 1:

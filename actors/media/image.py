@@ -23,7 +23,7 @@ from actors.media import audio_file, video_file
 from actors.media.animation import is_animation, read_animation
 from actors.media.jpeg import Pixels, plain_jpeg
 from actors.media.patchify import Patchifier, unrepeated
-from actors.types import Alpha, Clip, Item, Media
+from actors.types import Alpha, Clip, Item, ItemPlan, Media
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "HEIF")
 """Formats that Pillow may open (JPEG includes MPO): bitmaps only, none that runs an interpreter."""
@@ -41,17 +41,21 @@ def prepare(patchifier: Patchifier, media: Media) -> Item:
     if media.clip:
         return patchifier.patchify_video(media.clip, decoded_frames(patchifier, media, media.clip))
     plan, patches = patchifier.patchify(decode(media.data, media.alpha))
-    if plan != media.plan:
-        raise InvalidMedia(
-            f"the image differs in size from its header: it gives a grid of {plan.grid_thw}"
-            f", not {media.plan.grid_thw}. Save it again"
-        )
+    check_grid(media, plan)
     whole = patches.numpy()
     merge = patchifier.spec.sizing.merge_size
     if not media.prune or (kept := unrepeated(whole, plan.grid_thw, merge)).all():
         return Item(plan, whole)
     blocks = whole.reshape(len(kept), -1)[kept]
     return Item(plan.pruned(np.packbits(kept).tobytes()), blocks.reshape(-1, whole.shape[1]))
+
+
+def check_grid(media: Media, plan: ItemPlan) -> None:
+    if plan != media.plan:
+        raise InvalidMedia(
+            f"the image differs in size from its header: it gives a grid of {plan.grid_thw}"
+            f", not {media.plan.grid_thw}. Save it again"
+        )
 
 
 def prepare_sound(patchifier: Patchifier, media: Media) -> Item:

@@ -6,35 +6,18 @@ process, because vLLM may run without our plugin.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
-
-from pydantic import Field
+from typing import Any
 
 from actors.errors import ConfigError
-from actors.options import OFF_IS_A_WORD, GraphOptions, Options, validated
+from actors.options import validated
+from encoder_service.config import LocalEncoderOptions
 from encoder_service.engines.vllm_rows import check_multimodal
 
 
-class LocalGraphOptions(GraphOptions):
-    mode: Annotated[Literal["budget", "off"], OFF_IS_A_WORD] = "budget"
-    """Not exact: each step asks whether the engine's stream is idle, which CUDA forbids while that
-    stream captures a graph."""
-    steps_per_doubling: Literal[1, 2, 4, 8] = 2
-    """Fewer budgets than in the service, because vLLM already takes long to start."""
-
-
-class LocalOptions(Options):
+class LocalOptions(LocalEncoderOptions):
     """`ec_connector_extra_config`."""
 
     place: str = "local"
-    chunk_ms: float = Field(5, gt=0)
-    """Length of a slice. `Pace` decides how many of them a step of the language model waits for."""
-    decode_step_tokens: int | None = Field(None, gt=0)
-    """Maximum tokens of a step in which a request decodes; fewer beside a long context. None: as
-    many as of any step (--max-num-batched-tokens)."""
-    ahead_bytes: int = Field(2**30, gt=0)
-    """Maximum size of rows that are encoded before their requests are scheduled, on the device."""
-    graphs: LocalGraphOptions = LocalGraphOptions()
 
 
 def local_options(vllm_config: Any) -> LocalOptions:

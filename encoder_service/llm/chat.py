@@ -10,37 +10,29 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from contextvars import Context
 from functools import partial
 from time import monotonic
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from ray import serve
-from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge
+from actors.errors import EmbeddingLost, ServiceError
 from actors.options import ModelOptions, Transport
 from actors.rows.protocol import RowsPlace
+from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import Receiver
-from actors.telemetry.tracing import Origin
-from actors.types import Answer, Dtype, Embedding, Media
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
 from encoder_service.intake.limits import Deadline
 from encoder_service.llm.calls import ChatCall, ChatEvent, ChatFailed, Finish
+from encoder_service.llm.embedder import Embedder, Input, LocalEmbedder
 from encoder_service.llm.prompt import Prompt, load_tokenizer, place, prompt
 from encoder_service.llm.spec import LlmSpec
-from router.here import Reader, encode_here
-from router.replicas.pinned import by_reference
-from router.replicas.serve_fleet import LOST, brief
 
 log = logging.getLogger("ray.serve")
 
-BY_VALUE_SECONDS = 60.0
-"""How long rows are taken by value after ids have failed, so that items are not encoded twice all
-the time. The connector avoids an encoder that it cannot reach for as long."""
 SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 
 
@@ -80,124 +72,6 @@ class ChatMetrics:
         return generate_latest(self.registry).decode()
 
 
-class Embedder:
-    """Gets embeddings from the Router deployment, in the language model's dtype."""
-
-    def __init__(
-        self, router: DeploymentHandle, dtype: Dtype, reader: Reader | None = None
-    ) -> None:
-        """`reader` reads rows from the encoders' devices, if the encoders leave them there."""
-        self.reader = reader
-        self.router = by_reference(router, "encode")
-        self.releases = router.options(method_name="release_all")
-        self.releasing: set[asyncio.Task[None]] = set()
-        self.by_value_until = 0.0
-        self.dtype: Dtype = dtype
-
-    async def encode(
-        self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
-    ) -> list[Embedding]:
-        """Returns embeddings in the order of `media`, with their data in this process.
-
-        With `keep`, they have ids instead, which `release` ends, except those that encoders cannot
-        keep, and all while ids fail. Raises AtItem for the first item that failed, ServiceError for
-        the request as a whole.
-        """
-        if not media:
-            return []
-        keep = keep and monotonic() >= self.by_value_until
-        answers = await self._answers(media, deadline, origin, keep)
-        if keep:
-            try:
-                answers = await self._by_value(media, answers, deadline, origin)
-            except BaseException:
-                self.release([one for one in answers if isinstance(one, Embedding)])
-                raise
-        found = [answer for answer in answers if isinstance(answer, Embedding)]
-        if len(found) < len(media):
-            self.release(found)
-        for index, answer in enumerate(answers):
-            if isinstance(answer, EmbeddingLost):
-                raise answer  # not the item's fault
-            if isinstance(answer, ServiceError):
-                raise AtItem(index, answer)
-        return found
-
-    async def _answers(
-        self, media: Sequence[Media], deadline: Deadline, origin: Origin, keep: bool
-    ) -> list[Answer]:
-        made: list[Embedding] = []
-
-        async def call(media: list[Media], dtype: Dtype, timeout_seconds: float) -> list[Answer]:
-            answers = await self._call(origin, keep, media, dtype, timeout_seconds)
-            made.extend(one for one in answers if isinstance(one, Embedding))
-            return answers
-
-        try:
-            work = encode_here(call, media, self.dtype, deadline.left(), self.reader)
-            return await deadline.keep(work)
-        except BaseException:
-            self.release(made)  # of earlier attempts
-            raise
-
-    async def _by_value(
-        self,
-        media: Sequence[Media],
-        answers: Sequence[Answer],
-        deadline: Deadline,
-        origin: Origin,
-    ) -> list[Answer]:
-        """The answers, with the rows of items that the encoders may not have been able to keep."""
-        again = [
-            place for place, one in enumerate(answers) if isinstance(one, Overloaded | TooLarge)
-        ]
-        if not again:
-            return list(answers)
-        found = await self._answers([media[place] for place in again], deadline, origin, False)
-        by_place = dict(zip(again, found, strict=True))
-        now_there = (place for place, one in by_place.items() if isinstance(one, Embedding))
-        if any(isinstance(answers[place], Overloaded) for place in now_there):
-            self.ids_failed("an encoder has no room (references.max_bytes)")
-        return [by_place.get(place, one) for place, one in enumerate(answers)]
-
-    def ids_failed(self, why: str) -> None:
-        log.warning("rows are taken by value for %g s: %s", BY_VALUE_SECONDS, why)
-        self.by_value_until = monotonic() + BY_VALUE_SECONDS
-
-    def release(self, embeddings: Sequence[Embedding]) -> None:
-        """Lets the encoders forget kept rows. Does not wait for it."""
-        references = [one.reference for one in embeddings if one.reference]
-        if references:
-            # In an empty context, because Serve ends the calls of a request with the request.
-            loop = asyncio.get_running_loop()
-            work = loop.create_task(self._release(references), context=Context())
-            self.releasing.add(work)
-            work.add_done_callback(self.releasing.discard)
-
-    async def _release(self, references: list[str]) -> None:
-        try:
-            await self.releases.remote(references)
-        except Exception as error:  # of Serve or Ray
-            log.debug("embeddings were not released, and will expire: %s", error)
-
-    async def _call(
-        self, origin: Origin, keep: bool, media: list[Media], dtype: Dtype, timeout_seconds: float
-    ) -> list[Answer]:
-        """One attempt. encode_here retries items that are lost with their router."""
-        try:
-            answers: list[Answer] = await self.router.remote(
-                media, dtype, timeout_seconds, origin=origin, keep=keep
-            )
-        except LOST as error:
-            lost = f"the router was lost ({brief(error)}): send the request again"
-            return [EmbeddingLost(lost)] * len(media)
-        except RayTaskError as error:
-            if isinstance(error.cause, ServiceError):
-                raise error.cause from None
-            raise
-        return answers
-
-
 class ChatEngine(Protocol):
     """Generates completions: model.TransformersEngine or vllm_engine.VllmEngine."""
 
@@ -205,12 +79,13 @@ class ChatEngine(Protocol):
     """Whether it can read kept rows itself, by their ids."""
 
     def generate(
-        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+        self, call: ChatCall, made: Prompt, inputs: Sequence[Input]
     ) -> AsyncGenerator[ChatEvent]:
         """Yields the text as it is generated, then Finish. Closing it ends the generation.
 
-        embeddings: those of the prompt's images and videos, in order, their data in this process,
-        or with ids if the engine is `by_id`. Raises EmbeddingLost if it cannot read one by its id.
+        inputs: of the prompt's images and videos, in order, with their data in this process, or
+        embeddings with ids if the engine is `by_id`. Raises EmbeddingLost if it cannot read one by
+        its id.
         """
 
     def metrics(self) -> str:
@@ -251,8 +126,10 @@ class Chat:
         router: DeploymentHandle,
         transport: Transport,
         keeps: bool,
+        tower: ModelSpec,
     ) -> None:
-        """`transport`: how the encoders hand over embeddings. `keeps`: whether they keep rows."""
+        """`transport`: how the encoders hand over embeddings. `keeps`: whether they keep rows.
+        `tower`: what they encode with."""
         self.options = options
         self.spec = spec
         self.replica = serve.get_replica_context().replica_id.unique_id
@@ -260,6 +137,8 @@ class Chat:
         own_device = options.engine != "vllm"
         reader = Receiver(options.device) if transport == "nixl" and own_device else None
         self.embedder = Embedder(router, spec.dtype, reader)
+        if options.local_encoder:
+            self.embedder, keeps = LocalEmbedder(router, spec.dtype, tower), False
         self.series = ChatMetrics()
         self.tokenizer = load_tokenizer(own)
         places = router.options(method_name="place").remote if keeps else None
@@ -303,7 +182,7 @@ class Chat:
             made = await asyncio.to_thread(
                 prompt, call.messages, seen, most, self.spec, self.tokenizer, tools
             )
-            embeddings = await encoding
+            inputs = await encoding
         except BaseException:
             encoding.cancel()  # if the prompt was rejected, its items need no encoding
             if encoding.done() and not encoding.cancelled() and not encoding.exception():
@@ -313,7 +192,7 @@ class Chat:
         while True:
             begun = False
             try:
-                async with aclosing(self._generate(call, deadline, made, embeddings)) as events:
+                async with aclosing(self._generate(call, deadline, made, inputs)) as events:
                     async for event in events:
                         if lost and not begun:
                             self.embedder.ids_failed(lost)
@@ -325,19 +204,19 @@ class Chat:
                     raise
                 lost = str(error)
             finally:
-                self.embedder.release(embeddings)
-            embeddings = await self._encode(call, deadline, keep=False)
+                self.embedder.release(inputs)
+            inputs = await self._encode(call, deadline, keep=False)
 
     async def _generate(
-        self, call: ChatCall, deadline: Deadline, made: Prompt, embeddings: list[Embedding]
+        self, call: ChatCall, deadline: Deadline, made: Prompt, inputs: Sequence[Input]
     ) -> AsyncGenerator[ChatEvent]:
-        async with aclosing(self.engine.generate(call, made, embeddings)) as events:
+        async with aclosing(self.engine.generate(call, made, inputs)) as events:
             event: ChatEvent | None = None
             while not isinstance(event, Finish):
                 event = await deadline.keep(anext(events))
                 yield event
 
-    async def _encode(self, call: ChatCall, deadline: Deadline, *, keep: bool) -> list[Embedding]:
+    async def _encode(self, call: ChatCall, deadline: Deadline, *, keep: bool) -> Sequence[Input]:
         started = monotonic()
         found = await self.embedder.encode(call.media, deadline, call.origin, keep=keep)
         if call.media:

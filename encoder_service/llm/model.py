@@ -34,6 +34,7 @@ from actors.store.writer import tensor
 from actors.types import Embedding
 from encoder_service.config import LlmOptions
 from encoder_service.llm.calls import ChatCall, ChatEvent, Finish, Piece, SamplingParams
+from encoder_service.llm.embedder import Input
 from encoder_service.llm.prompt import TEXT, Placed, Prompt, prompt
 from encoder_service.llm.spec import LlmSpec
 
@@ -207,8 +208,9 @@ class TransformersEngine:
         self._generate(made, [], SamplingParams(temperature=0), lambda text: None, Event())
 
     async def generate(
-        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+        self, call: ChatCall, made: Prompt, inputs: Sequence[Input]
     ) -> AsyncGenerator[ChatEvent]:
+        embeddings = [one for one in inputs if isinstance(one, Embedding)]  # all of them
         loop, cancelled = asyncio.get_running_loop(), Event()
         texts: asyncio.Queue[str | None] = asyncio.Queue()
 

@@ -1,8 +1,10 @@
 """`llm.engine: vllm`: vLLM's AsyncLLM with our embeddings. It batches completions continuously.
 
 vLLM gets tokens with a placeholder for every row, and the ids of the embeddings, whose rows its EC
-connector (engines/vllm_connector.py) copies from the encoders, or the rows themselves. Neither its
-processor nor its vision tower runs. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
+connector (engines/vllm_connector.py) copies from the encoders, or the rows themselves. With
+`llm.local_encoder` it gets pixels of images, which the connector's engine encodes
+(engines/vllm_local.py). vLLM's processor never runs, and its vision tower only for images that this
+engine does not take. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
 vllm/multimodal/inputs.py.
 """
 
@@ -24,7 +26,7 @@ from prometheus_client import REGISTRY, generate_latest
 from actors.errors import ConfigError, EmbeddingLost, InvalidRequest, Overloaded, Unavailable
 from actors.options import ModelOptions
 from actors.store.writer import tensor
-from actors.types import Embedding, Media
+from actors.types import Media
 from encoder_service.config import LlmOptions
 from encoder_service.engines.vllm import CONNECTOR, REFERENCE, content_id
 from encoder_service.llm.calls import (
@@ -37,6 +39,7 @@ from encoder_service.llm.calls import (
     TextFormat,
     VllmParams,
 )
+from encoder_service.llm.embedder import Input, Pixels
 from encoder_service.llm.places import PlaceServer
 from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.spec import LlmSpec
@@ -59,6 +62,7 @@ def engine_args(
 ) -> dict[str, Any]:
     """Arguments of AsyncEngineArgs. `places`: URL of the PlaceServer, if there is one. Raises
     ConfigError if llm.engine_args repeats one of these."""
+    local = options.local_encoder
     decided: dict[str, Any] = {
         "model": own.id,
         "revision": own.revision,
@@ -70,13 +74,15 @@ def engine_args(
         "tensor_parallel_size": options.tensor_parallel_size,
         "enable_mm_embeds": True,
         # Without its tower, vLLM (0.32, 0.33) ignores deepstack features too.
-        "limit_mm_per_prompt": {} if spec.deepstack else {"image": 0, "video": 0},
-        "skip_mm_profiling": True,  # the tower never runs
-        "mm_processor_cache_gb": 0,  # the encoders have a cache
+        "limit_mm_per_prompt": {} if spec.deepstack or local else {"image": 0, "video": 0},
+        "skip_mm_profiling": not local,  # without it, the tower never runs
+        "mm_processor_cache_gb": 0,  # the processor never runs
     }
-    if places:
-        extra = {"ec_connector_extra_config": {"url": places}}
-        decided["ec_transfer_config"] = CONNECTOR | extra
+    extra: dict[str, Any] = {"url": places} if places else {}
+    if local:
+        extra = {"place": "local"} | local.model_dump(mode="json", exclude_unset=True)
+    if extra:
+        decided["ec_transfer_config"] = CONNECTOR | {"ec_connector_extra_config": extra}
     if twice := sorted(options.engine_args.keys() & decided.keys()):
         raise ConfigError(f"llm.engine_args.{twice[0]}: follows from other options; leave it out")
     return decided | options.engine_args
@@ -125,8 +131,8 @@ def features(made: Prompt, spec: LlmSpec) -> Iterator[Feature]:
 def identity(media: Media, one: Placed, *, by_id: bool) -> str:
     """A hash that is equal for equal rows. vLLM's caches identify images by it.
 
-    Rows by id and rows by value have different hashes, because the connector would otherwise take
-    an item that came by value for its own.
+    Rows by id and other items have different hashes, because the connector would otherwise take an
+    item that came by value for its own.
     """
     return hashlib.sha256(repr((media.identity, one.grid_thw, by_id)).encode()).hexdigest()
 
@@ -197,7 +203,7 @@ class VllmEngine:
         self.defaults = self.engine.model_config.get_diff_sampling_param()
 
     async def generate(
-        self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]
+        self, call: ChatCall, made: Prompt, inputs: Sequence[Input]
     ) -> AsyncGenerator[ChatEvent]:
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
@@ -210,12 +216,12 @@ class VllmEngine:
             if call.tool_use and self.tools:
                 tools = self.tools.begin(call.tool_use, made.ids, stream=call.stream)
             params = self._params(call.sampling, made.max_tokens, call.stream, tools)
-            found = self._prompt(call, made, embeddings)
+            found = self._prompt(call, made, inputs)
             outputs = self.engine.generate(found, params, uuid.uuid4().hex)
             async with aclosing(outputs):
                 async for output in outputs:
                     for one in output.outputs:
-                        if one.finish_reason == "error" and any(e.reference for e in embeddings):
+                        if one.finish_reason == "error" and any(e.reference for e in inputs):
                             raise EmbeddingLost(
                                 "vLLM ended the completion (error), perhaps because it could not "
                                 "read the rows of an image: send the request again"
@@ -268,8 +274,8 @@ class VllmEngine:
             given |= tools.constrained(given.get("structured_outputs"))
         return SamplingParams(output_kind=RequestOutputKind.DELTA, **given)
 
-    def _prompt(self, call: ChatCall, made: Prompt, embeddings: Sequence[Embedding]) -> Any:
-        """Builds vLLM's EngineInput as its own processor would for embeddings."""
+    def _prompt(self, call: ChatCall, made: Prompt, inputs: Sequence[Input]) -> Any:
+        """Builds vLLM's EngineInput as its own processor would."""
         from vllm.inputs import mm_input, tokens_input
         from vllm.multimodal.inputs import (
             MultiModalFieldConfig,
@@ -282,22 +288,22 @@ class VllmEngine:
         items: dict[str, list[Any]] = {}
         hashes: dict[str, list[str]] = {}
         ranges: dict[str, list[Any]] = {}
-        for media, embedding, one in zip(
-            call.media, embeddings, features(made, self.spec), strict=True
-        ):
+        for media, given, one in zip(call.media, inputs, features(made, self.spec), strict=True):
             kind, placed = one.placed.kind, one.placed
             per_item = MultiModalFieldConfig.batched(kind, keep_on_cpu=True)
             values = {f"{kind}_grid_thw": torch.tensor([placed.grid_thw])}
             config = dict.fromkeys(values, per_item)
-            by_id = embedding.reference != ""
+            by_id = given.reference != ""
             if by_id:
-                name = content_id(embedding.reference).encode()
+                name = content_id(given.reference).encode()
                 values[REFERENCE] = torch.tensor([list(name)], dtype=torch.uint8)
                 config[REFERENCE] = per_item
             else:
-                values[rows := f"{kind}_embeds"] = tensor(embedding)
-                sizes = torch.tensor([placed.tokens])
-                config[rows] = MultiModalFieldConfig.flat_from_sizes(kind, sizes)
+                data = given.data if isinstance(given, Pixels) else tensor(given)
+                key = "pixel_values" if isinstance(given, Pixels) else f"{kind}_embeds"
+                values[key] = data
+                sizes = torch.tensor([len(data)])
+                config[key] = MultiModalFieldConfig.flat_from_sizes(kind, sizes)
             if kind == "video" and self.spec.video_style.timed:
                 values["second_per_grid_ts"] = torch.tensor([placed.seconds_per_group])
                 config["second_per_grid_ts"] = per_item

@@ -31,7 +31,7 @@ from encoder_service.config import ServiceOptions
 from encoder_service.engines.vllm import content_id
 from encoder_service.llm import vllm_engine
 from encoder_service.llm.calls import ToolUse
-from encoder_service.llm.chat import BY_VALUE_SECONDS
+from encoder_service.llm.embedder import BY_VALUE_SECONDS
 from encoder_service.llm.tool_calls import ToolParsers
 from tests.engines import checkpoint
 from tests.engines.servers import ENVIRONMENT, vllm
@@ -94,10 +94,16 @@ class Ours:
 def ours(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Ours]:
-    found = tmp_path_factory.mktemp(request.param)
-    checkpoint.write(found / "model", request.param)
+    with serving(request.param, tmp_path_factory.mktemp(request.param)) as found:
+        yield found
+
+
+@contextmanager
+def serving(family: str, folder: Path, **llm: Any) -> Iterator[Ours]:
+    """`llm`: further options of the language model."""
+    checkpoint.write(folder / "model", family)
     cpu = {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"}
-    own = {"id": str(found / "model"), "dtype": "float32"}
+    own = {"id": str(folder / "model"), "dtype": "float32"}
     args = {"enforce_eager": True, "max_num_seqs": 8, "gpu_memory_utilization": 0.05}
     args |= {"max_num_batched_tokens": STEP_TOKENS}
     options = ServiceOptions.model_validate(
@@ -110,7 +116,8 @@ def ours(
             "llm": cpu
             | {"engine": "vllm", "max_model_len": 1024, "engine_args": args}
             | {"tool_parser": "hermes"}
-            | {"timeout_seconds": 400, "health_check_period_seconds": 1},
+            | {"timeout_seconds": 400, "health_check_period_seconds": 1}
+            | llm,
         }
     )
     os.environ.update(ENVIRONMENT)  # of Ray's processes, too
@@ -118,7 +125,7 @@ def ours(
         where = stack.enter_context(cluster(logical_cpus(options), object_store_bytes=400_000_000))
         stack.enter_context(service(options, where))
         http = stack.enter_context(httpx.Client(base_url=where.http, timeout=500, trust_env=False))
-        yield Ours(request.param, found, http)
+        yield Ours(family, folder, http)
 
 
 @pytest.fixture(scope="module")

@@ -41,6 +41,7 @@ MAY_IMPORT_RAY = (
     "encoder_service/cli.py",
     "encoder_service/commands/check.py",
     "encoder_service/llm/chat.py",
+    "encoder_service/llm/embedder.py",
     "encoder_service/bench",
     "router/router.py",
     "router/replicas",

@@ -26,7 +26,8 @@ from encoder_service.llm.calls import (
     Piece,
     SamplingParams,
 )
-from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
+from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics
+from encoder_service.llm.embedder import Embedder, Input
 from encoder_service.llm.prompt import Prompt, load_tokenizer
 from tests.images import jpeg
 from tests.unit.fleet import embedding
@@ -50,7 +51,7 @@ class Encoders(Embedder):
         name = f"a.b.{len(self.kept)}" if keep else ""
         return [replace(embedding(one, "a"), reference=name) for one in media]
 
-    def release(self, embeddings: Sequence[Embedding]) -> None:
+    def release(self, embeddings: Sequence[Input]) -> None:
         self.released += [one.reference for one in embeddings if one.reference]
 
     def ids_failed(self, why: str) -> None:

@@ -18,7 +18,8 @@ from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
 from encoder_service.llm import spec as llm_spec
 from encoder_service.llm.calls import ChatCall, ChatFailed, SamplingParams
-from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics, Embedder
+from encoder_service.llm.chat import Chat, ChatEngine, ChatMetrics
+from encoder_service.llm.embedder import Embedder
 from encoder_service.llm.prompt import load_tokenizer
 from tests.images import jpeg
 

@@ -1,11 +1,14 @@
-"""How often the language model asks for embeddings when routers and encoders die."""
+"""How often the language model asks for embeddings when routers and encoders die, and pixels for
+`llm.local_encoder`."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
@@ -18,13 +21,22 @@ from actors.errors import (
     TooLarge,
     Unavailable,
 )
+from actors.families.registry import read
+from actors.media.image import prepare
+from actors.media.patchify import patchifier_of
+from actors.options import ModelOptions
 from actors.telemetry.tracing import NOBODY
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.types import NO_KWARGS, Answer, Dtype, Embedding, Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem
+from encoder_service.config import LimitOptions
+from encoder_service.engines.vllm_patches import patches_of
 from encoder_service.intake.limits import Deadline
-from encoder_service.llm.chat import Embedder
+from encoder_service.intake.media import probe
+from encoder_service.llm.embedder import Embedder, Input, LocalEmbedder, Pixels, pixels
 from router.here import ATTEMPTS
+from tests.images import encoded, jpeg, opened
 from tests.unit.fleet import embedding, item, right
+from tests.videos import video
 
 MEDIA = [item(number) for number in range(2)]
 
@@ -69,9 +81,15 @@ class Releases:
         raise RayActorError()
 
 
+class Refusing(Routers):
+    async def remote(self, media: list[Media], *_: Any, **options: Any) -> list[Answer]:
+        return [InvalidMedia("damaged")] * len(media)
+
+
 def encode(routers: Routers) -> list[Answer]:
     embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
-    return list(asyncio.run(embedder.encode(MEDIA, Deadline(5), NOBODY)))
+    found = asyncio.run(embedder.encode(MEDIA, Deadline(5), NOBODY))
+    return [one for one in found if isinstance(one, Embedding)]
 
 
 def test_a_router_that_is_lost_is_asked_again() -> None:
@@ -96,8 +114,8 @@ def test_an_item_at_fault_is_named() -> None:
     assert refused.value.item == 1
 
 
-def embedded(routers: Routers, *, times: int = 1) -> list[list[Embedding]]:
-    async def run() -> list[list[Embedding]]:
+def embedded(routers: Routers, *, times: int = 1) -> list[Sequence[Input]]:
+    async def run() -> list[Sequence[Input]]:
         embedder = Embedder(cast(DeploymentHandle, routers), "bfloat16")
         try:
             return [
@@ -161,3 +179,40 @@ def test_ids_of_an_attempt_are_released_if_the_next_one_fails() -> None:
     with pytest.raises(Unavailable):
         embedded(routers)
     assert routers.released == [f"a.{MEDIA[0].digest}.b"]
+
+
+@pytest.mark.parametrize("preset", ["qwen2vl-7b", "qwen25vl-7b", "qwen3vl-8b"])
+@pytest.mark.parametrize("kwargs", [NO_KWARGS, ProcessorKwargs(max_pixels=40_000)])
+def test_pixels_are_cut_into_the_patches_of_the_encoders(
+    preset: str, kwargs: ProcessorKwargs
+) -> None:
+    spec = read(ModelOptions(id=preset, load_format="dummy"))
+    for photo in (jpeg(301, 503), encoded(opened().convert("RGBA").resize((96, 64)), "PNG")):
+        media = probe(photo, "image", spec, LimitOptions(), kwargs=kwargs)
+        patches, later = patches_of(pixels(media, spec).data, media.plan, spec)
+        assert later is None
+        assert np.array_equal(patches, prepare(patchifier_of(spec), media).patches)
+
+
+def test_images_are_decoded_here_and_videos_are_encoded_there() -> None:
+    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
+    image = probe(jpeg(64, 96), "image", spec, LimitOptions())
+    clip = probe(video(4), "video", spec, LimitOptions())
+    torn = replace(image, data=image.data[:600])
+
+    def encode(routers: Routers, *media: Media) -> Sequence[Input]:
+        embedder = LocalEmbedder(cast(DeploymentHandle, routers), "bfloat16", spec)
+        return asyncio.run(embedder.encode(media, Deadline(5), NOBODY, keep=True))
+
+    routers = Routers(None)
+    first, second, third = encode(routers, image, clip, image)
+    assert (routers.asked, routers.kept) == ([[clip]], [False])
+    assert isinstance(second, Embedding)
+    assert isinstance(first, Pixels)
+    assert isinstance(third, Pixels)
+    with pytest.raises(AtItem) as refused:
+        encode(Routers(None), clip, image, torn)
+    assert (refused.value.item, type(refused.value.error)) == (2, InvalidMedia)
+    with pytest.raises(AtItem) as refused:
+        encode(Refusing(), image, clip)
+    assert refused.value.item == 1

@@ -338,6 +338,11 @@ def test_arguments_of_the_engine(spec: LlmSpec) -> None:
     assert "ec_transfer_config" not in engine_args(options, TINY, spec, "")
     without = engine_args(options, TINY, replace(spec, deepstack=0), URL)
     assert without["limit_mm_per_prompt"] == {"image": 0, "video": 0}
+    local = LlmOptions.model_validate({"engine": "vllm", "local_encoder": {"chunk_ms": 3.0}})
+    inside = engine_args(local, TINY, replace(spec, deepstack=0), "")
+    extra = inside["ec_transfer_config"]["ec_connector_extra_config"]
+    assert extra == {"place": "local", "chunk_ms": 3.0}
+    assert (inside["limit_mm_per_prompt"], inside["skip_mm_profiling"]) == ({}, False)
     twice = options.model_copy(update={"engine_args": {"model": "other"}})
     with pytest.raises(ConfigError, match=r"llm.engine_args.model: follows from other options"):
         engine_args(twice, TINY, spec, URL)
@@ -364,6 +369,9 @@ def test_tensor_parallelism_reserves_gpus() -> None:
     [
         ({"engine_args": {"seed": 1}}, "only with engine: vllm"),
         ({"tensor_parallel_size": 2}, "only with engine: vllm"),
+        ({"local_encoder": {}}, "local_encoder: only with engine: vllm"),
+        ({"engine": "vllm", "local_encoder": {"place": "local"}}, "place"),
+        ({"engine": "vllm", "local_encoder": {}, "tensor_parallel_size": 2}, "local_encoder: only"),
         ({"engine": "vllm", "video_pruning_rate": 0.5}, "only with engine: transformers"),
         ({"engine": "vllm", "tensor_parallel_size": 2, "num_gpus": 0.5}, "num_gpus: 1"),
     ],
