@@ -476,6 +476,8 @@ def llm_table(llm: LlmOptions, spec: LlmSpec) -> Table:
     shown.add_row("context length", f"{spec.max_model_len} tokens (prompt and completion)")
     each = f"{llm.reserved_gpus:g} GPU, {llm.num_cpus:g} CPU each, on {llm.device}"
     shown.add_row("language models", f"{count(llm)}: {llm.engine}, {each}")
+    if llm.local_encoder:
+        shown.add_row("images of chats", "encoded inside vLLM (llm.local_encoder)")
     return shown
 
 

@@ -55,8 +55,8 @@ class ChatMetrics:
         )
         self.encode_seconds = seconds(
             "encode_seconds",
-            "Seconds from a request with images until all its embeddings are there, tokenisation "
-            "included.",
+            "Seconds from a request with images until all its embeddings (with llm.local_encoder: "
+            "pixels) are there, tokenisation included.",
         )
         self.by_value = counter(
             "by_value_total",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from actors.engine.budgets import model_capacity
 from actors.errors import CheckpointError, ConfigError, how_to_install
 from actors.families.registry import model_type_of, video_styles
 from actors.options import ModelOptions
@@ -58,6 +59,11 @@ def read(options: LlmOptions, model: ModelOptions, tower: ModelSpec) -> LlmSpec:
         )
     if options.engine == "vllm":
         check_vllm(own, files, tower)
+    if options.local_encoder:
+        try:
+            model_capacity(options.local_encoder.graphs, tower)
+        except ConfigError as error:
+            raise ConfigError(f"llm.local_encoder.{error}") from None
     text = config.get("text_config", config)  # Qwen2-VL's is flat
     try:
         hidden_size = int(text["hidden_size"])

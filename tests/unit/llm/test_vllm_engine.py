@@ -348,6 +348,14 @@ def test_arguments_of_the_engine(spec: LlmSpec) -> None:
         engine_args(twice, TINY, spec, URL)
 
 
+def test_graphs_inside_vllm_must_suit_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_spec, "check_vllm", lambda *_: None)
+    graphs = {"global_token_budgets": [64]}
+    options = LlmOptions.model_validate({"engine": "vllm", "local_encoder": {"graphs": graphs}})
+    with pytest.raises(ConfigError, match=r"^llm\.local_encoder\.graphs\.global_token_budgets: "):
+        llm_spec.read(options, TINY, read(TINY))
+
+
 def test_rows_last_as_long_as_a_chat() -> None:
     for engine, seconds in (("vllm", 600), ("transformers", 60)):
         llm = LlmOptions.model_validate({"engine": engine, "timeout_seconds": 600})
