@@ -445,8 +445,8 @@ def test_check_names_what_is_wrong_with_the_language_model(
     ("old", "new", "message"),
     [
         ("encoder: {", "encoder: {replica: 3, ", "Did you mean replicas?"),
-        ("router: {", "router: {precision: auto, ", "graphs.precision or llm.local_encoder.graphs.precision?"),
-        ("model: {", "model: {precision: auto, ", "Did you mean revision or graphs.precision or"),
+        ("router: {", "router: {precision: auto, ", "Did you mean graphs.precision or"),
+        ("model: {", "model: {precision: auto, ", "mean revision or graphs.precision or"),
         ("router: {", "router: {dtype: float32, ", "mean model.dtype or llm.model.dtype?"),
         ("num_replicas", "replicas", "deployments[0]: replicas: Serve knows no such key"),
         ("id: qwen3vl-tiny", "id: ./nowhere", "there is no such folder"),
