@@ -36,7 +36,7 @@ BY_VALUE_SECONDS = 60.0
 the time. The connector avoids an encoder that it cannot reach for as long."""
 
 DECODING_THREADS = 4
-"""Of a replica. More would take the GIL from vLLM's front end, and up to 16 bytes per pixel each."""
+"""Of a replica. Each takes up to 16 bytes per pixel, and the GIL, which vLLM's front end needs."""
 
 
 @dataclass(frozen=True, slots=True)
