@@ -29,6 +29,7 @@ from actors.store.writer import tensor
 from actors.types import Media
 from encoder_service.config import LlmOptions
 from encoder_service.engines.vllm import CONNECTOR, REFERENCE, content_id
+from encoder_service.engines.vllm_options import local_options
 from encoder_service.llm.calls import (
     ChatCall,
     ChatEvent,
@@ -171,6 +172,16 @@ def environment(name: str, value: str) -> Iterator[None]:
             os.environ[name] = before
 
 
+def check_local(config: Any) -> None:
+    """Checks here what vLLM's engine would not start with, because it would not say why. `config`:
+    vLLM's VllmConfig. Raises ConfigError, ValueError."""
+    try:
+        local_options(config)
+    except ConfigError as error:
+        told = str(error).replace("ec_connector_extra_config", "llm.local_encoder")
+        raise ConfigError(told) from None
+
+
 class VllmEngine:
     """A chat.ChatEngine whose scheduler and workers are vLLM's own processes."""
 
@@ -182,9 +193,11 @@ class VllmEngine:
         tokenizer: Any,
         places: PlaceServer | None,
     ) -> None:
-        """`places`: where encoders serve the rows of ids. None: rows come by value."""
+        """`places`: where encoders serve the rows of ids. None: rows come by value. Raises
+        ConfigError, ValueError."""
         from vllm import AsyncEngineArgs
         from vllm.config import ECTransferConfig
+        from vllm.usage.usage_lib import UsageContext
         from vllm.v1.engine.async_llm import AsyncLLM
 
         self.by_id = places is not None
@@ -198,8 +211,16 @@ class VllmEngine:
             args["ec_transfer_config"] = ECTransferConfig(**transfer)
         self.spec = spec
         self.tools = ToolParsers(options.tool_parser, tokenizer) if options.tool_parser else None
+        given = AsyncEngineArgs(**args)
+        config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
+        if options.local_encoder:
+            check_local(config)
         with environment(TOKEN, places.token) if places else nullcontext():
-            self.engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+            self.engine = AsyncLLM.from_vllm_config(
+                config,
+                enable_log_requests=given.enable_log_requests,
+                disable_log_stats=given.disable_log_stats,
+            )
         self.defaults = self.engine.model_config.get_diff_sampling_param()
 
     async def generate(

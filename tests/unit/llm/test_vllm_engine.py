@@ -19,6 +19,7 @@ from actors.families.registry import read
 from actors.options import ModelOptions
 from encoder_service.config import LlmOptions, ServiceOptions, resources
 from encoder_service.llm import spec as llm_spec
+from encoder_service.llm import vllm_engine
 from encoder_service.llm.calls import ChatCall, Finish, Piece, VllmParams
 from encoder_service.llm.prompt import Placed, Prompt, expand, load_tokenizer
 from encoder_service.llm.schema import InvalidKey, parse
@@ -354,6 +355,17 @@ def test_graphs_inside_vllm_must_suit_the_model(monkeypatch: pytest.MonkeyPatch)
     options = LlmOptions.model_validate({"engine": "vllm", "local_encoder": {"graphs": graphs}})
     with pytest.raises(ConfigError, match=r"^llm\.local_encoder\.graphs\.global_token_budgets: "):
         llm_spec.read(options, TINY, read(TINY))
+
+
+def test_what_the_engine_inside_vllm_refuses_is_said_of_its_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(_: Any) -> None:
+        raise ConfigError("ec_connector_extra_config: decode_step_tokens is 4")
+
+    monkeypatch.setattr(vllm_engine, "local_options", refuse)
+    with pytest.raises(ConfigError, match=r"^llm\.local_encoder: decode_step_tokens is 4$"):
+        vllm_engine.check_local(object())
 
 
 def test_rows_last_as_long_as_a_chat() -> None:
