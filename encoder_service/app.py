@@ -181,7 +181,8 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             router,
             options.encoder.transport,
             options.references.max_bytes > 0,
-            spec,
+            options.model,
+            options.preprocess,
         )
     return serve.deployment(
         Ingress,

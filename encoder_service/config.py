@@ -193,7 +193,7 @@ class LlmOptions(DeviceOptions):
     engine_args: dict[str, Any] = Field({})
     """vllm: further AsyncEngineArgs, such as `gpu_memory_utilization`."""
     local_encoder: LocalEncoderOptions | None = None
-    """vllm: images are encoded inside vLLM's process. None: by the encoders."""
+    """vllm: images and videos are encoded inside vLLM's process. None: by the encoders."""
     tool_parser: str = ""
     """vllm: name of vLLM's parser of tool calls, such as `hermes`. Empty: tools are rejected."""
     model: ModelOptions | None = None
@@ -262,9 +262,9 @@ class ServiceOptions(ActorOptions):
 
     @property
     def lasting_references(self) -> ReferenceOptions:
-        """`references` that last as long as a chat with vLLM, which reads rows again after it has
-        preempted the chat."""
-        if self.llm is None or self.llm.engine != "vllm":
+        """`references` that last as long as a chat whose rows vLLM reads by their ids, again after
+        it has preempted the chat."""
+        if self.llm is None or self.llm.engine != "vllm" or self.llm.local_encoder:
             return self.references
         ttl_seconds = max(self.references.ttl_seconds, self.llm.timeout_seconds)
         return self.references.model_copy(update={"ttl_seconds": ttl_seconds})

@@ -22,7 +22,9 @@ from math import ceil
 from pathlib import Path
 from threading import Condition, Lock, Thread
 from time import monotonic
-from typing import Any
+from typing import Any, Protocol
+
+from prometheus_client import Counter
 
 from actors.errors import EncodeFailed, InvalidMedia, ServiceError, StartError, Unavailable
 from actors.families.registry import read
@@ -31,9 +33,8 @@ from actors.media.decode_worker import Slab, size_of
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
 from actors.media.text import Texts
-from actors.options import ActorOptions
+from actors.options import ModelOptions, PreprocessOptions
 from actors.spec.checkpoint import Noted, find
-from actors.telemetry.metrics import EncoderMetrics
 from actors.types import Item, Media
 
 log = logging.getLogger("ray.serve")
@@ -63,6 +64,11 @@ FATAL = (
     "the process decoding the file exited twice: the file is damaged, or needs more memory "
     "than is available"
 )
+
+
+class DecoderMetrics(Protocol):
+    preprocessed: Counter
+    decode_restarts: Counter
 
 
 class Job(Future[Item]):
@@ -206,16 +212,18 @@ def cpu_seconds(pid: int) -> float:
 class Decoder:
     """Decodes media for one replica. `submit` may be called from any thread."""
 
-    def __init__(self, options: ActorOptions, series: EncoderMetrics) -> None:
+    def __init__(
+        self, model: ModelOptions, options: PreprocessOptions, series: DecoderMetrics
+    ) -> None:
         """Starts processes if any are configured, but does not wait for them. Raises
         CheckpointError, and StartError if the system has no memfd_create."""
-        files = Noted(find(options.model))
-        self.patchifier = patchifier_of(read(options.model, files))
+        files = Noted(find(model))
+        self.patchifier = patchifier_of(read(model, files))
         self.texts = Texts(self.patchifier.spec) if self.patchifier.spec.text else None
-        self._model = decode_worker.model_message(options.model, files.contents)
+        self._model = decode_worker.model_message(model, files.contents)
         self._series = series
-        self._file_seconds = options.preprocess.max_file_seconds
-        self._executor = ThreadPoolExecutor(options.preprocess.threads, "decode")
+        self._file_seconds = options.max_file_seconds
+        self._executor = ThreadPoolExecutor(options.threads, "decode")
         self._lock = Lock()  # guards what follows, and the slab's `take`
         self._changed = Condition(self._lock)  # `_started` or `_failure`
         self._waiting: deque[Job] = deque()
@@ -226,14 +234,14 @@ class Decoder:
         self._failure: ServiceError | None = None  # why no process decodes any more
         self._slab: Slab | None = None
         self._threads: list[Thread] = []
-        if options.preprocess.processes:
+        if options.processes:
             if not hasattr(os, "memfd_create"):
                 raise StartError("preprocess.processes needs Linux: set it to 0")
-            self._slab = slab = Slab(options.preprocess.shared_bytes)
+            self._slab = slab = Slab(options.shared_bytes)
             # Each thread starts its own process: the kernel kills a process with that thread.
             self._threads = [
                 Thread(target=self._run, args=(slab,), name=f"decode-{index}", daemon=True)
-                for index in range(options.preprocess.processes)
+                for index in range(options.processes)
             ]
             for thread in self._threads:
                 thread.start()

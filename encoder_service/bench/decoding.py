@@ -65,7 +65,7 @@ def measure(
     Each is measured for `seconds` with `in_flight` items in flight. Raises StartError.
     """
     series = EncoderMetrics()
-    decoder = Decoder(options, series)
+    decoder = Decoder(options.model, options.preprocess, series)
     engine = open_engine(options, series)
     decoder.wait_until_started()
     patchifier = patchifier_of(engine.tower.spec)
@@ -97,7 +97,7 @@ def preprocess(
         alone = rate(encoding(engine, sent), in_flight, seconds)
         for way in ways:
             chosen = options.model_copy(update={"preprocess": way})
-            decoder = Decoder(chosen, series)
+            decoder = Decoder(chosen.model, chosen.preprocess, series)
             decoder.wait_until_started()
             started, before = perf_counter(), spent()
             images = rate(decoding(decoder, sent), in_flight, seconds)

@@ -202,7 +202,7 @@ class LocalEncoder:
         if pixels is None or grid is None:
             raise Left("it has no pixels or no grid")
         rows, columns = grid.data.tolist()[-2:]
-        frames = len(pixels.data) // (rows * columns)
+        frames = pixels.data.shape[-2] // (rows * columns)
         video = feature.modality == "video"
         plan = block_sizing(self.spec).plan_of_grid((frames, rows, columns), video=video)
         largest, most = plan.group_tokens if video else plan.tokens, most_tokens(self.engine)

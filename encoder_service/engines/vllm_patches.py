@@ -1,9 +1,11 @@
-"""An image between vLLM's processes, for the place "local": its pixels, or vLLM's patches of it.
+"""An image between vLLM's processes, for the place "local", in one of three forms.
 
-The API process keeps images whole where it can (vllm_pixels.py): resized pixels, uint8 [height,
-width, 3], in the shape of as many patches, [patches, 3 x patch x patch]. The engine's process
-(vllm_local.py) cuts them, on the GPU. vLLM's own patches, [patches, 3 x temporal x patch x patch],
-have every pixel of an image twice, so they take twice the space, and are told apart by their width.
+- vLLM's own patches, [patches, 3 x temporal x patch x patch], have every pixel of an image twice.
+- The API process keeps images *whole* where it can (vllm_pixels.py): resized pixels, uint8 [height,
+  width, 3], in the shape of as many patches, [patches, 3 x patch x patch]. The engine's process
+  (vllm_local.py) cuts them, on the GPU.
+- The Chat replica (llm/embedder.py) sends patches that are *cut* as the engine takes them, uint8
+  [frames, patches, 3 x patch x patch]: of the one or two frames of each temporal group.
 """
 
 from __future__ import annotations
@@ -56,8 +58,11 @@ def has_rows(feature: Any) -> bool:
 
 
 def is_whole(pixels: Tensor, spec: ModelSpec) -> bool:
-    """Whether these are an image that was kept whole."""
     return pixels.shape[1:] == (3 * spec.sizing.patch_size**2,)
+
+
+def is_cut(pixels: Tensor) -> bool:
+    return pixels.ndim == 3
 
 
 def cut(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
@@ -69,17 +74,28 @@ def cut(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
 
 def as_vllm_cuts(pixels: Tensor, grid: Sequence[int], sizing: BlockSizing) -> Tensor:
     """Cuts it into vLLM's patches, uint8 [patches, 3 x temporal x patch x patch]."""
-    once = cut(pixels, grid, sizing)
-    channels = once.view(len(once), 3, 1, -1)
-    return channels.expand(-1, -1, TEMPORAL_PATCH_SIZE, -1).reshape(len(once), -1)
+    return joined(cut(pixels, grid, sizing)[None])
+
+
+def joined(frames: Tensor) -> Tensor:
+    """vLLM's patches of one or two frames, uint8 [frames, patches, 3 x patch x patch]. One frame is
+    repeated."""
+    count, patches, _ = frames.shape
+    channels = frames.view(count, patches, 3, -1).permute(1, 2, 0, 3)
+    return channels.expand(-1, -1, TEMPORAL_PATCH_SIZE, -1).reshape(patches, -1)
 
 
 def cut_for_vllm(feature: Any, spec: ModelSpec) -> None:
-    """Gives vLLM's tower the patches of an image that was kept whole."""
+    """Gives vLLM's tower its own patches of an item, whatever its form."""
     try:
         pixels, grid = pixels_and_grid(feature)
-        if pixels is not None and is_whole(pixels.data, spec):
-            pixels.data = as_vllm_cuts(pixels.data, grid.data.tolist(), block_sizing(spec))
+        if pixels is None:
+            return
+        shape = grid.data.tolist()
+        if is_whole(pixels.data, spec):
+            pixels.data = as_vllm_cuts(pixels.data, shape, block_sizing(spec))
+        elif is_cut(pixels.data):
+            pixels.data = joined(ordered(pixels.data, shape, spec, back=True))
     except Exception as error:  # may not end vLLM's scheduler
         log.error("an image cannot be cut for vLLM's tower: %r", error)
 
@@ -90,16 +106,20 @@ def block_sizing(spec: ModelSpec) -> BlockSizing:
 
 
 def patches_of(pixels: Tensor, plan: ItemPlan, spec: ModelSpec) -> tuple[Tensor, Tensor | None]:
-    """Converts an image, or vLLM's patches, to `Item.patches` and `Item.later`. In vLLM's patches,
-    the frames of a temporal group follow one another within each channel."""
+    """Converts any of the three forms to `Item.patches` and `Item.later`. In vLLM's patches, the
+    frames of a temporal group follow one another within each channel."""
+    if is_cut(pixels):
+        frames = pixels.unbind()
+        return frames[0], frames[1] if plan.frames else None
+    grid = plan.grid_thw
     if is_whole(pixels, spec):
-        return in_order(cut(pixels, plan.grid_thw, block_sizing(spec)), plan, spec), None
+        return ordered(cut(pixels, grid, block_sizing(spec)), grid, spec), None
     size = spec.sizing.patch_size**2
     channels = pixels.view(len(pixels), 3, -1, size)
-    first = in_order(bytes_of(channels[:, :, 0], spec), plan, spec)
+    first = ordered(bytes_of(channels[:, :, 0], spec), grid, spec)
     if not plan.frames:
         return first, None
-    return first, in_order(bytes_of(channels[:, :, -1], spec), plan, spec)
+    return first, ordered(bytes_of(channels[:, :, -1], spec), grid, spec)
 
 
 def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
@@ -111,10 +131,13 @@ def bytes_of(patches: Tensor, spec: ModelSpec) -> Tensor:
     return patches.flatten(1)
 
 
-def in_order(patches: Tensor, plan: ItemPlan, spec: ModelSpec) -> Tensor:
-    """Orders patches by window, as our patchifier does, if the tower has windows."""
+def ordered(patches: Tensor, grid: Sequence[int], spec: ModelSpec, *, back: bool = False) -> Tensor:
+    """Orders patches [..., patches, bytes] by window, as our patchifier does, if the tower has
+    windows. `back`: from that order to vLLM's."""
     if not isinstance(spec.sizing, WindowedSizing):
         return patches
-    order = torch.from_numpy(spec.sizing.order(*plan.grid_thw[1:])[0]).to(patches.device)
-    tokens = patches.view(-1, len(order), spec.sizing.merge_size**2 * patches.shape[1])
+    order = torch.from_numpy(spec.sizing.order(*grid[-2:])[0]).to(patches.device)
+    if back:
+        order = order.argsort()
+    tokens = patches.view(-1, len(order), spec.sizing.merge_size**2 * patches.shape[-1])
     return tokens[:, order].reshape(patches.shape)

@@ -18,10 +18,10 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from actors.errors import EmbeddingLost, ServiceError
-from actors.options import ModelOptions, Transport
+from actors.errors import EmbeddingLost, ServiceError, Unavailable
+from actors.media.decoder import Decoder
+from actors.options import ModelOptions, PreprocessOptions, Transport
 from actors.rows.protocol import RowsPlace
-from actors.spec.model_spec import ModelSpec
 from actors.store.nixl import Receiver
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LlmOptions
@@ -56,7 +56,14 @@ class ChatMetrics:
         self.encode_seconds = seconds(
             "encode_seconds",
             "Seconds from a request with images until all its embeddings (with llm.local_encoder: "
-            "pixels) are there, tokenisation included.",
+            "patches) are there, tokenisation included.",
+        )
+        self.preprocessed = counter(
+            "preprocessed_items_total", "Items decoded and patchified, with llm.local_encoder."
+        )
+        self.decode_restarts = counter(
+            "decode_restarts_total",
+            "Decoder processes replaced because they exited or hung, with llm.local_encoder.",
         )
         self.by_value = counter(
             "by_value_total",
@@ -126,7 +133,8 @@ class Chat:
         router: DeploymentHandle,
         transport: Transport,
         keeps: bool,
-        tower: ModelSpec,
+        tower: ModelOptions,
+        preprocess: PreprocessOptions,
     ) -> None:
         """`transport`: how the encoders hand over embeddings. `keeps`: whether they keep rows.
         `tower`: what they encode with."""
@@ -136,13 +144,19 @@ class Chat:
         # vLLM's processes own the device; this process has none.
         own_device = options.engine != "vllm"
         reader = Receiver(options.device) if transport == "nixl" and own_device else None
-        self.embedder = Embedder(router, spec.dtype, reader)
-        if options.local_encoder:
-            self.embedder, keeps = LocalEmbedder(router, spec.dtype, tower), False
         self.series = ChatMetrics()
+        self.decoder: Decoder | None = None
+        if options.local_encoder:
+            self.decoder = Decoder(tower, preprocess, self.series)
+            self.embedder: Embedder = LocalEmbedder(router, spec.dtype, self.decoder)
+        else:
+            self.embedder = Embedder(router, spec.dtype, reader)
         self.tokenizer = load_tokenizer(own)
-        places = router.options(method_name="place").remote if keeps else None
+        by_id = keeps and not options.local_encoder
+        places = router.options(method_name="place").remote if by_id else None
         self.engine = start(options, own, spec, self.tokenizer, places)
+        if self.decoder:
+            self.decoder.wait_until_started()
         log.info("language model %s is ready: %s", self.replica, spec.id)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent | ChatFailed]:
@@ -230,6 +244,8 @@ class Chat:
 
     async def check_health(self) -> None:
         """Serve replaces a replica that raises here."""
+        if self.decoder and not self.decoder.alive():
+            raise Unavailable("the decoding processes do not start again")
         await self.engine.check_health()
 
     def __del__(self) -> None:

@@ -1,30 +1,28 @@
 """What the language model gets for a chat's images and videos: embeddings from the encoders, or,
-with `llm.local_encoder`, pixels, which our engine encodes inside vLLM's process."""
+with `llm.local_encoder`, patches, which our engine encodes inside vLLM's process."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context
 from dataclasses import dataclass
 from time import monotonic
 from typing import ClassVar
 
+import numpy as np
+import torch
 from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
 from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge
-from actors.media.image import check_grid, decode
-from actors.media.patchify import resize, size_of
-from actors.spec.model_spec import ModelSpec
+from actors.media.decoder import Decoder
 from actors.telemetry.tracing import Origin
-from actors.types import Answer, Dtype, Embedding, Media
+from actors.types import Answer, Dtype, Embedding, Item, Media
 from encoder_service.api.errors import AtItem
-from encoder_service.engines.vllm_patches import block_sizing, kept_whole
-from encoder_service.intake.limits import Deadline
+from encoder_service.intake.limits import Deadline, offload
 from router.here import Reader, encode_here
 from router.replicas.pinned import by_reference
 from router.replicas.serve_fleet import LOST, brief
@@ -35,19 +33,16 @@ BY_VALUE_SECONDS = 60.0
 """How long rows are taken by value after ids have failed, so that items are not encoded twice all
 the time. The connector avoids an encoder that it cannot reach for as long."""
 
-DECODING_THREADS = 4
-"""Of a replica. Each takes up to 16 bytes per pixel, and the GIL, which vLLM's front end needs."""
-
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
-    """An image that is not encoded yet: resized, as vllm_patches.py keeps it whole."""
+class Patches:
+    """An image or a video that is not encoded yet, cut as engines/vllm_patches.py says."""
 
     data: Tensor
     reference: ClassVar[str] = ""  # as of an Embedding with its rows
 
 
-Input = Embedding | Pixels
+Input = Embedding | Patches
 """What the language model gets for an image or a video."""
 
 
@@ -169,41 +164,33 @@ class Embedder:
         return answers
 
 
-def pixels(media: Media, spec: ModelSpec) -> Pixels:
-    """Raises InvalidMedia, TooLarge."""
-    spec = spec.asked("image", media.kwargs)
-    sizing, image = block_sizing(spec), decode(media.data, media.alpha)
-    check_grid(media, sizing.plan(size_of(image)))
-    resized = resize(image, sizing.resized(size_of(image)), spec.resample)
-    (whole,) = kept_whole(resized[None], sizing.patch_size)
-    return Pixels(whole)
-
-
 class LocalEmbedder(Embedder):
-    """For a language model whose images are encoded inside vLLM's process."""
+    """For a language model in whose process images are encoded. Asks no router."""
 
-    def __init__(self, router: DeploymentHandle, dtype: Dtype, spec: ModelSpec) -> None:
+    def __init__(self, router: DeploymentHandle, dtype: Dtype, decoder: Decoder) -> None:
         super().__init__(router, dtype)
-        self.spec = spec
-        self.threads = ThreadPoolExecutor(DECODING_THREADS, "decode")
+        self.decoder = decoder
 
     async def encode(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
     ) -> Sequence[Input]:
-        """Returns the pixels of images, and the embeddings of videos, which are never kept. Raises
-        as Embedder.encode does."""
-        work = (self._one(place, one, deadline, origin) for place, one in enumerate(media))
-        return await deadline.keep(asyncio.gather(*work))
+        """Returns patches. Raises as Embedder.encode does."""
+        work = asyncio.gather(*map(self._decoded, media), return_exceptions=True)
+        found: list[Input] = []
+        for index, made in enumerate(await deadline.keep(work)):
+            if isinstance(made, ServiceError):
+                raise AtItem(index, made)
+            if isinstance(made, BaseException):
+                raise made
+            found.append(made)
+        return found
 
-    async def _one(self, place: int, media: Media, deadline: Deadline, origin: Origin) -> Input:
-        if media.clip:
-            try:
-                (rows,) = await super().encode([media], deadline, origin)
-            except AtItem as error:
-                raise AtItem(place, error.error) from None
-            return rows
-        try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self.threads, pixels, media, self.spec)
-        except ServiceError as error:
-            raise AtItem(place, error) from None
+    async def _decoded(self, media: Media) -> Patches:
+        item = await asyncio.wrap_future(self.decoder.submit(media))
+        return await offload(item.patches.nbytes, copied, item)
+
+
+def copied(item: Item) -> Patches:
+    """Copies patches out of the memory of decoding processes, which has no room for all chats."""
+    frames = [item.patches] if item.later is None else [item.patches, item.later]
+    return Patches(torch.from_numpy(np.stack(frames)))

@@ -2,10 +2,9 @@
 
 vLLM gets tokens with a placeholder for every row, and the ids of the embeddings, whose rows its EC
 connector (engines/vllm_connector.py) copies from the encoders, or the rows themselves. With
-`llm.local_encoder` it gets pixels of images, which the connector's engine encodes
-(engines/vllm_local.py). vLLM's processor never runs, and its vision tower only for images that this
-engine does not take. Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and
-vllm/multimodal/inputs.py.
+`llm.local_encoder` it gets patches, which the connector's engine encodes (engines/vllm_local.py).
+vLLM's processor never runs, and its vision tower only for items that this engine does not take.
+Follows vLLM 0.32 and 0.33: vllm/v1/engine/async_llm.py and vllm/multimodal/inputs.py.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import sys
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager, nullcontext
@@ -30,6 +30,8 @@ from actors.types import Media
 from encoder_service.config import LlmOptions
 from encoder_service.engines.vllm import CONNECTOR, REFERENCE, content_id
 from encoder_service.engines.vllm_options import local_options
+from encoder_service.engines.vllm_patches import KEYS
+from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
 from encoder_service.llm.calls import (
     ChatCall,
     ChatEvent,
@@ -40,7 +42,7 @@ from encoder_service.llm.calls import (
     TextFormat,
     VllmParams,
 )
-from encoder_service.llm.embedder import Input, Pixels
+from encoder_service.llm.embedder import Input, Patches
 from encoder_service.llm.places import PlaceServer
 from encoder_service.llm.prompt import TEXT, Placed, Prompt
 from encoder_service.llm.spec import LlmSpec
@@ -173,13 +175,19 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def check_local(config: Any) -> None:
-    """Checks here what vLLM's engine would not start with, because it would not say why. `config`:
-    vLLM's VllmConfig. Raises ConfigError, ValueError."""
+    """Checks here what vLLM's engine would not start with, because it would not say why, and that
+    its tower takes bytes. `config`: vLLM's VllmConfig. Raises ConfigError."""
     try:
         local_options(config)
-    except ConfigError as error:
-        told = str(error).replace("ec_connector_extra_config", "llm.local_encoder")
-        raise ConfigError(told) from None
+    except (ConfigError, ValueError) as error:
+        told = str(error).replace("ec_connector_extra_config: ", "")
+        raise ConfigError(f"llm.local_encoder: {told}") from None
+    if not config.model_config.multimodal_config.mm_device_do_normalize:
+        raise ConfigError(
+            "llm.local_encoder: vLLM's own tower, which encodes what our engine does not take, has "
+            "to normalise pixels: leave mm_device_do_normalize out of llm.engine_args, and "
+            "VLLM_USE_RUST_FRONTEND out of the environment"
+        )
 
 
 class VllmEngine:
@@ -215,6 +223,7 @@ class VllmEngine:
         config = given.create_engine_config(UsageContext.ENGINE_CONTEXT)
         if options.local_encoder:
             check_local(config)
+            sys.setswitchinterval(SWITCH_SECONDS)  # as in vLLM's own API process
         with environment(TOKEN, places.token) if places else nullcontext():
             self.engine = AsyncLLM.from_vllm_config(
                 config,
@@ -320,8 +329,10 @@ class VllmEngine:
                 values[REFERENCE] = torch.tensor([list(name)], dtype=torch.uint8)
                 config[REFERENCE] = per_item
             else:
-                data = given.data if isinstance(given, Pixels) else tensor(given)
-                key = "pixel_values" if isinstance(given, Pixels) else f"{kind}_embeds"
+                if isinstance(given, Patches):
+                    key, data = KEYS[kind][0], given.data
+                else:
+                    key, data = f"{kind}_embeds", tensor(given)
                 values[key] = data
                 sizes = torch.tensor([len(data)])
                 config[key] = MultiModalFieldConfig.flat_from_sizes(kind, sizes)

@@ -99,8 +99,8 @@ def ours(
 
 
 @contextmanager
-def serving(family: str, folder: Path, **llm: Any) -> Iterator[Ours]:
-    """`llm`: further options of the language model."""
+def serving(family: str, folder: Path, processes: int = 0, **llm: Any) -> Iterator[Ours]:
+    """`processes`: that decode. `llm`: further options of the language model."""
     checkpoint.write(folder / "model", family)
     cpu = {"num_gpus": 0, "num_cpus": 0.1, "device": "cpu"}
     own = {"id": str(folder / "model"), "dtype": "float32"}
@@ -113,6 +113,7 @@ def serving(family: str, folder: Path, **llm: Any) -> Iterator[Ours]:
             "router": {"num_cpus": 0.1},
             "ingress": {"num_cpus": 0.1},
             "references": {"max_bytes": KEPT_BYTES},
+            "preprocess": {"processes": processes},
             "llm": cpu
             | {"engine": "vllm", "max_model_len": 1024, "engine_args": args}
             | {"tool_parser": "hermes"}

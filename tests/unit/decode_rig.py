@@ -43,7 +43,7 @@ def open_decoder(series: EncoderMetrics | None = None, **preprocess: Any) -> Dec
         encoder=EncoderOptions(device="cpu", num_gpus=0),
         preprocess=PreprocessOptions(**preprocess),
     )
-    opened = Decoder(options, series or EncoderMetrics())
+    opened = Decoder(options.model, options.preprocess, series or EncoderMetrics())
     opened.wait_until_started()
     return opened
 

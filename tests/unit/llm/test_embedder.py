@@ -1,5 +1,5 @@
-"""How often the language model asks for embeddings when routers and encoders die, and pixels for
-`llm.local_encoder`."""
+"""How often the language model asks for embeddings when routers and encoders die, and what it gets
+with `llm.local_encoder`."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from actors.errors import (
     Unavailable,
 )
 from actors.families.registry import read
+from actors.media.decoder import Decoder
 from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
-from actors.options import ModelOptions
+from actors.options import ModelOptions, PreprocessOptions
 from actors.telemetry.tracing import NOBODY
-from actors.types import NO_KWARGS, Answer, Dtype, Embedding, Media, ProcessorKwargs
+from actors.types import Answer, Dtype, Embedding, Kind, Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LimitOptions
-from encoder_service.engines.vllm_patches import patches_of
 from encoder_service.intake.limits import Deadline
 from encoder_service.intake.media import probe
-from encoder_service.llm.embedder import Embedder, Input, LocalEmbedder, Pixels, pixels
+from encoder_service.llm.chat import ChatMetrics
+from encoder_service.llm.embedder import Embedder, Input, LocalEmbedder, Patches
 from router.here import ATTEMPTS
-from tests.images import encoded, jpeg, opened
+from tests.images import jpeg
 from tests.unit.fleet import embedding, item, right
 from tests.videos import video
 
@@ -181,38 +182,33 @@ def test_ids_of_an_attempt_are_released_if_the_next_one_fails() -> None:
     assert routers.released == [f"a.{MEDIA[0].digest}.b"]
 
 
-@pytest.mark.parametrize("preset", ["qwen2vl-7b", "qwen25vl-7b", "qwen3vl-8b"])
-@pytest.mark.parametrize("kwargs", [NO_KWARGS, ProcessorKwargs(max_pixels=40_000)])
-def test_pixels_are_cut_into_the_patches_of_the_encoders(
-    preset: str, kwargs: ProcessorKwargs
-) -> None:
-    spec = read(ModelOptions(id=preset, load_format="dummy"))
-    for photo in (jpeg(301, 503), encoded(opened().convert("RGBA").resize((96, 64)), "PNG")):
-        media = probe(photo, "image", spec, LimitOptions(), kwargs=kwargs)
-        patches, later = patches_of(pixels(media, spec).data, media.plan, spec)
-        assert later is None
-        assert np.array_equal(patches, prepare(patchifier_of(spec), media).patches)
+@pytest.mark.parametrize("processes", [0, 1])
+def test_items_are_decoded_for_the_engine_inside_vllm(processes: int) -> None:
+    model, metrics = ModelOptions(id="qwen3vl-tiny", load_format="dummy"), ChatMetrics()
+    options = PreprocessOptions(processes=processes, shared_bytes=2**20)
+    decoder, patchifier = Decoder(model, options, metrics), patchifier_of(read(model))
 
+    def probed(data: bytes, kind: Kind = "image", **kwargs: int) -> Media:
+        return probe(data, kind, patchifier.spec, LimitOptions(), kwargs=ProcessorKwargs(**kwargs))
 
-def test_images_are_decoded_here_and_videos_are_encoded_there() -> None:
-    spec = read(ModelOptions(id="qwen3vl-tiny", load_format="dummy"))
-    image = probe(jpeg(64, 96), "image", spec, LimitOptions())
-    clip = probe(video(4), "video", spec, LimitOptions())
-    torn = replace(image, data=image.data[:600])
+    def encode(*media: Media) -> Sequence[Input]:
+        routers = cast(DeploymentHandle, Routers())  # which are not asked
+        embedder = LocalEmbedder(routers, "bfloat16", decoder)
+        return asyncio.run(embedder.encode(media, Deadline(60), NOBODY, keep=True))
 
-    def encode(routers: Routers, *media: Media) -> Sequence[Input]:
-        embedder = LocalEmbedder(cast(DeploymentHandle, routers), "bfloat16", spec)
-        return asyncio.run(embedder.encode(media, Deadline(5), NOBODY, keep=True))
-
-    routers = Routers(None)
-    first, second, third = encode(routers, image, clip, image)
-    assert (routers.asked, routers.kept) == ([[clip]], [False])
-    assert isinstance(second, Embedding)
-    assert isinstance(first, Pixels)
-    assert isinstance(third, Pixels)
-    with pytest.raises(AtItem) as refused:
-        encode(Routers(None), clip, image, torn)
-    assert (refused.value.item, type(refused.value.error)) == (2, InvalidMedia)
-    with pytest.raises(AtItem) as refused:
-        encode(Refusing(), image, clip)
-    assert refused.value.item == 1
+    image, clip = probed(jpeg(301, 503), max_pixels=40_000), probed(video(4), "video")
+    media = [image, clip, *[probed(jpeg(320, 480))] * 3]
+    try:
+        for _ in range(3):  # more than shared_bytes holds
+            for one, made in zip(media, encode(*media), strict=True):
+                assert isinstance(made, Patches)
+                expected = prepare(patchifier, one)
+                frames = [expected.patches, expected.later][: 2 if one.clip else 1]
+                assert np.array_equal(made.data, np.stack(frames))
+        torn, short = (replace(image, data=image.data[:size]) for size in (600, 900))
+        with pytest.raises(AtItem) as refused:
+            encode(clip, torn, image, short)
+        assert (refused.value.item, type(refused.value.error)) == (1, InvalidMedia)
+    finally:
+        decoder.close()
+    assert "encoder_chat_preprocessed_items_total 17.0" in metrics.text()

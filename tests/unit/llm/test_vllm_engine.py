@@ -357,20 +357,41 @@ def test_graphs_inside_vllm_must_suit_the_model(monkeypatch: pytest.MonkeyPatch)
         llm_spec.read(options, TINY, read(TINY))
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("ec_connector_extra_config: decode_step_tokens is 4"),
+        ValueError("decode_step_tokens is 4"),
+    ],
+)
 def test_what_the_engine_inside_vllm_refuses_is_said_of_its_key(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def refuse(_: Any) -> None:
-        raise ConfigError("ec_connector_extra_config: decode_step_tokens is 4")
+        raise error
 
     monkeypatch.setattr(vllm_engine, "local_options", refuse)
     with pytest.raises(ConfigError, match=r"^llm\.local_encoder: decode_step_tokens is 4$"):
         vllm_engine.check_local(object())
 
 
-def test_rows_last_as_long_as_a_chat() -> None:
-    for engine, seconds in (("vllm", 600), ("transformers", 60)):
-        llm = LlmOptions.model_validate({"engine": engine, "timeout_seconds": 600})
+def test_vllms_tower_must_normalise_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_engine, "local_options", lambda _: None)
+    multimodal = SimpleNamespace(mm_device_do_normalize=True)
+    config = SimpleNamespace(model_config=SimpleNamespace(multimodal_config=multimodal))
+    vllm_engine.check_local(config)
+    multimodal.mm_device_do_normalize = False
+    with pytest.raises(ConfigError, match=r"^llm\.local_encoder: vLLM's own tower"):
+        vllm_engine.check_local(config)
+
+
+def test_rows_last_as_long_as_a_chat_that_reads_them_by_their_ids() -> None:
+    for given, seconds in (
+        ({"engine": "vllm"}, 600),
+        ({"engine": "vllm", "local_encoder": {}}, 60),
+        ({"engine": "transformers"}, 60),
+    ):
+        llm = LlmOptions.model_validate(given | {"timeout_seconds": 600})
         options = ServiceOptions(model=TINY, llm=llm)
         assert options.lasting_references.ttl_seconds == seconds
 

@@ -5,7 +5,7 @@ rows. Within vLLM itself: tests/engines.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -30,6 +30,7 @@ from actors.spec.sizing import BlockSizing
 from actors.types import Clip, Item, ItemPlan, Size
 from encoder_service.engines import vllm_patches
 from encoder_service.engines.vllm_plugin import SWITCH_SECONDS
+from encoder_service.llm.embedder import copied
 from tests.small_presets import write_small
 from tests.unit.vllm_half import ECConnectorRole, configured, running
 from tests.waiting import until
@@ -124,13 +125,13 @@ def picture(seed: int, width: int = 160, height: int = 96) -> Tensor:
 
 def as_vllm(item: Item, spec: ModelSpec, dtype: torch.dtype) -> Tensor:
     """An item's patches as vLLM's processor has them: raster order, both frames, normalised."""
-    from encoder_service.engines.vllm_patches import in_order
+    from encoder_service.engines.vllm_patches import ordered
 
     patches = [torch.as_tensor(item.patches), torch.as_tensor(item.patches)]
     if item.later is not None:
         patches[1] = torch.as_tensor(item.later)
     where = torch.arange(item.plan.patches).view(-1, 1).repeat(1, 3 * spec.sizing.patch_size**2)
-    back = in_order(where, item.plan, spec)[:, 0].argsort()
+    back = ordered(where, item.plan.grid_thw, spec)[:, 0].argsort()
     both = torch.stack([one[back].view(len(back), 3, -1) for one in patches], 2)
     if dtype == torch.uint8:
         return both.flatten(1)
@@ -146,15 +147,20 @@ def test_rows_of_images_and_videos_are_the_engines(halves: Halves) -> None:
     assert spec.video
     video = patchifier.patchify_video(clip, [picture(i, 112, 84) for i in spec.video.indices(clip)])
     engine = halves.worker.encoder.engine
-    for dtype in (torch.float32, torch.uint8):
+    forms: dict[str, Callable[[Item], Tensor]] = {
+        "vllm's": lambda item: as_vllm(item, spec, torch.float32),
+        "vllm's bytes": lambda item: as_vllm(item, spec, torch.uint8),
+        "cut": lambda item: copied(item).data,
+    }
+    for form, made_of in forms.items():
         items = {}
         for name, keys, item in (
             ("image", ("pixel_values", "image_grid_thw"), image),
             ("video", ("pixel_values_videos", "video_grid_thw"), video),
         ):
-            data = as_vllm(item, spec, dtype), torch.tensor(item.plan.grid_thw)
+            data = made_of(item), torch.tensor(item.plan.grid_thw)
             made = elements(**dict(zip(keys, data, strict=True)))
-            items[f"{name} {dtype}"] = (name, made, item.plan.tokens)
+            items[f"{name} {form}"] = (name, made, item.plan.tokens)
         halves.until(Images("a", items))
         for item, rows in zip((image, video), map(halves.cache.pop, items), strict=True):
             assert torch.equal(rows, rows_of(engine.submit(item).result()))
@@ -189,6 +195,24 @@ def test_vllms_tower_gets_patches_of_images_that_were_kept_whole(
     plan, patches = patchifier_of(spec).patchify(shown)
     found = as_vllm_cuts(as_pixels(shown, plan, spec), plan.grid_thw, spec.sizing)
     assert found.equal(as_vllm(Item(plan, patches.numpy()), spec, torch.uint8))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vllms_tower_gets_patches_of_what_was_cut(
+    connector_module: ModuleType, family: str, tmp_path: Path
+) -> None:
+    spec = read(ModelOptions(id=str(write_small(tmp_path, family)), load_format="dummy"))
+    patchifier = patchifier_of(spec)
+    plan, patches = patchifier.patchify(picture(1, 300, 200))
+    assert spec.video
+    clip = Clip(Size(112, 84), 6, 2.0)
+    video = patchifier.patchify_video(clip, [picture(i, 112, 84) for i in spec.video.indices(clip)])
+    for kind, item in (("image", Item(plan, patches.numpy())), ("video", video)):
+        pixels, grid = vllm_patches.KEYS[kind]
+        data = {pixels: copied(item).data, grid: torch.tensor(item.plan.grid_thw)}
+        feature = SimpleNamespace(modality=kind, data=elements(**data))
+        vllm_patches.cut_for_vllm(feature, spec)
+        assert feature.data[pixels].data.equal(as_vllm(item, spec, torch.uint8))
 
 
 def test_the_process_of_vllms_tower_keeps_no_image_whole_and_switches_threads_often(
@@ -550,7 +574,7 @@ def test_what_the_engine_cannot_encode_is_left_to_vllm(
         "the engine takes no items of modality audio",
         "it has 66 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
         "it has 68 tokens, and the largest budget has 64: add a larger one to graphs.token_budgets",
-        "its data cannot be read: TypeError('len() of a 0-d tensor')",
+        "its data cannot be read: IndexError('tuple index out of range')",
         "it has no pixels or no grid",
         "the engine failed: EncodeFailed('out of memory')",
     ]
