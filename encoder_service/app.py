@@ -171,7 +171,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             Chat,
             name="Chat",
             **replicas(own),
-            ray_actor_options=place(own) | {"runtime_env": {"env_vars": ONE_LOOP | WHOLE_MESSAGES}},
+            ray_actor_options=place(own) | {"runtime_env": {"env_vars": WHOLE_MESSAGES}},
             max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
             health_check_period_s=own.health_check_period_seconds,

@@ -39,7 +39,7 @@ def by_reference(handle: DeploymentHandle, method: str) -> DeploymentHandle:
 
 def by_value(handle: DeploymentHandle, method: str) -> DeploymentHandle:
     """A handle to a method that streams many small answers, which contain no object references.
-    Over Serve's gRPC they take half of the CPU time or less (BENCHMARKS.md, "Streams of text"). For
+    Over Serve's gRPC they take about half of the CPU time (BENCHMARKS.md, "Streams of text"). For
     messages over 4 MB, both deployments need app.WHOLE_MESSAGES."""
     return handle.options(method_name=method, stream=True, _by_reference=False)
 
