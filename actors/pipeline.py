@@ -441,9 +441,8 @@ def open_pipeline(
     options: ActorOptions, series: EncoderMetrics, spans: Spans, replica: str
 ) -> Pipeline:
     """Opens the pipeline of one replica and captures every graph. Raises StartError."""
-    decoder = Decoder(
-        options.model, options.preprocess, series
-    )  # its processes start while the engine captures
+    # Its processes start while the engine captures.
+    decoder = Decoder(options.model, options.preprocess, series)
     engine = open_engine(options, series)
     references = References(options.references, series)
     memory = None
