@@ -62,10 +62,6 @@ ONE_LOOP = {
 does not stop the others, but each call then crosses threads twice on its way out and once on its
 way in."""
 
-WHOLE_MESSAGES = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(2**31 - 1)}
-"""Environment for messages of any size between ingresses and language models: chats with their
-images, and parts of answers. Serve's own limit is 4 MB."""
-
 KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(2**25), "MALLOC_TRIM_THRESHOLD_": str(2**28)}
 """Environment of the ingresses that makes glibc keep large freed blocks. By default it returns them
 to the system at once, and faulting them in again takes longer than copying the rows that are
@@ -171,7 +167,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
             Chat,
             name="Chat",
             **replicas(own),
-            ray_actor_options=place(own) | {"runtime_env": {"env_vars": WHOLE_MESSAGES}},
+            ray_actor_options=place(own),
             max_ongoing_requests=own.ongoing_requests,
             max_queued_requests=own.max_queued_requests,
             health_check_period_s=own.health_check_period_seconds,
@@ -194,7 +190,7 @@ def wire(options: ServiceOptions, spec: ModelSpec, llm: LlmSpec | None) -> serve
         num_replicas=options.ingress.replicas,
         ray_actor_options={
             "num_cpus": options.ingress.num_cpus,
-            "runtime_env": {"env_vars": ONE_LOOP | WHOLE_MESSAGES | KEPT_MEMORY},
+            "runtime_env": {"env_vars": ONE_LOOP | KEPT_MEMORY},
         },
         **front,
     ).bind(largest, spec, pooled, router, chat, llm)

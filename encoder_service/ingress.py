@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 from fastapi import FastAPI
-from grpc.aio import AioRpcError
 from ray import serve
 from ray.exceptions import RayTaskError
 from ray.serve.exceptions import BackPressureError
@@ -38,7 +37,7 @@ from encoder_service.ops.exchange import Failure
 from encoder_service.ops.status import Glance, Page, Scrape
 from encoder_service.service import Service
 from router.here import answer_here, encode_here
-from router.replicas.pinned import ask_all, by_value
+from router.replicas.pinned import ask_all
 from router.replicas.serve_fleet import LOST, brief
 from router.router import Router
 
@@ -200,7 +199,7 @@ class ChatFleet:
 
     def __init__(self, chat: DeploymentHandle) -> None:
         self.handle = chat
-        self.calls = by_value(chat, "complete")
+        self.calls = chat.options(method_name="complete", stream=True)
 
     async def complete(self, call: ChatCall) -> AsyncGenerator[ChatEvent]:
         response = self.calls.remote(call)
@@ -214,9 +213,9 @@ class ChatFleet:
                 "every replica of the language model is busy and the queue is full "
                 "(llm.max_queued_requests): try again later"
             ) from None
-        except (*LOST, RayTaskError, AioRpcError) as error:
+        except (*LOST, RayTaskError) as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            if not isinstance(cause, (*LOST, AioRpcError)):
+            if not isinstance(cause, LOST):
                 raise
             raise ReplicaLost(
                 f"a replica of the language model was lost ({brief(cause)}): send the request again"

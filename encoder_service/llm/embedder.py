@@ -17,7 +17,7 @@ from ray.exceptions import RayTaskError
 from ray.serve.handle import DeploymentHandle
 from torch import Tensor
 
-from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge
+from actors.errors import EmbeddingLost, Overloaded, ServiceError, TooLarge, Unavailable
 from actors.media.decoder import Decoder
 from actors.telemetry.tracing import Origin
 from actors.types import Answer, Dtype, Embedding, Item, Media
@@ -174,16 +174,22 @@ class LocalEmbedder(Embedder):
     async def encode(
         self, media: Sequence[Media], deadline: Deadline, origin: Origin, *, keep: bool = False
     ) -> Sequence[Input]:
-        """Returns patches. Raises as Embedder.encode does."""
-        work = asyncio.gather(*map(self._decoded, media), return_exceptions=True)
-        found: list[Input] = []
-        for index, made in enumerate(await deadline.keep(work)):
-            if isinstance(made, ServiceError):
-                raise AtItem(index, made)
-            if isinstance(made, BaseException):
-                raise made
-            found.append(made)
-        return found
+        """Returns patches. Raises as Embedder.encode does, as soon as an item has failed."""
+        if not media:
+            return []
+        tasks = [asyncio.ensure_future(self._decoded(one)) for one in media]
+        try:
+            await deadline.keep(asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION))
+            errors = [task.exception() if task.done() else None for task in tasks]
+        finally:
+            for task in tasks:
+                task.cancel()
+        for index, error in enumerate(errors):
+            if isinstance(error, ServiceError) and not isinstance(error, Unavailable):
+                raise AtItem(index, error)
+            if error:
+                raise error
+        return [task.result() for task in tasks]
 
     async def _decoded(self, media: Media) -> Patches:
         item = await asyncio.wrap_future(self.decoder.submit(media))

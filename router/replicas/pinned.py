@@ -8,8 +8,8 @@ All private API of Serve that this project uses is used here:
   `_deployment_id`, because `choose_replicas`, the documented hook, matches chosen replicas to
   waiting calls by the id of the parent request. Sibling calls share that id, so they would get each
   other's replica or wait forever;
-- the option `_by_reference` of a handle: true, so that answers with object references never go
-  through Serve's own gRPC, where they would never be released; false for streams of small answers;
+- the option `_by_reference` of a handle, at its default, so that answers with object references
+  never go through Serve's own gRPC, where they would never be released;
 - `_fetch_replica_results_async` of a broadcast, and `add_done_callback` of its results, because the
   public `results_async` loses all results if one replica hangs.
 tests/unit/router/test_pinned.py guards them.
@@ -35,13 +35,6 @@ def pinned(handle: DeploymentHandle, replica: str) -> DeploymentHandle:
 def by_reference(handle: DeploymentHandle, method: str) -> DeploymentHandle:
     """A handle to a method whose answers contain object references."""
     return handle.options(method_name=method, _by_reference=True)
-
-
-def by_value(handle: DeploymentHandle, method: str) -> DeploymentHandle:
-    """A handle to a method that streams many small answers, which contain no object references.
-    Over Serve's gRPC they take about half of the CPU time (BENCHMARKS.md, "Streams of text"). For
-    messages over 4 MB, both deployments need app.WHOLE_MESSAGES."""
-    return handle.options(method_name=method, stream=True, _by_reference=False)
 
 
 async def ask_all(handle: DeploymentHandle, method: str) -> list[tuple[str, str] | None]:

@@ -205,10 +205,13 @@ def test_items_are_decoded_for_the_engine_inside_vllm(processes: int) -> None:
                 expected = prepare(patchifier, one)
                 frames = [expected.patches, expected.later][: 2 if one.clip else 1]
                 assert np.array_equal(made.data, np.stack(frames))
+        assert "encoder_chat_preprocessed_items_total 15.0" in metrics.text()
         torn, short = (replace(image, data=image.data[:size]) for size in (600, 900))
         with pytest.raises(AtItem) as refused:
             encode(clip, torn, image, short)
         assert (refused.value.item, type(refused.value.error)) == (1, InvalidMedia)
+        assert encode() == []
     finally:
         decoder.close()
-    assert "encoder_chat_preprocessed_items_total 17.0" in metrics.text()
+    with pytest.raises(Unavailable):  # no image is at fault
+        encode(image)
