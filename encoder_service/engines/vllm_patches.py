@@ -1,4 +1,4 @@
-"""An image between vLLM's processes, for the place "local", in one of three forms.
+"""An item on its way to vLLM's engine, for the place "local", in one of three forms.
 
 - vLLM's own patches, [patches, 3 x temporal x patch x patch], have every pixel of an image twice.
 - The API process keeps images *whole* where it can (vllm_pixels.py): resized pixels, uint8 [height,

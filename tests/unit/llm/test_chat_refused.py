@@ -1,4 +1,5 @@
-"""A chat whose prompt is refused: its images are not encoded for nobody."""
+"""A Chat replica without Serve: a refused prompt, whose images are not encoded for nobody, and its
+health."""
 
 from __future__ import annotations
 
@@ -8,8 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
-from actors.errors import InvalidRequest
+import pytest
+
+from actors.errors import InvalidRequest, Unavailable
 from actors.families.registry import read
+from actors.media.decoder import Decoder
 from actors.options import ModelOptions
 from actors.telemetry.tracing import Origin
 from actors.types import Embedding, Media
@@ -68,3 +72,18 @@ def test_the_images_of_a_refused_prompt_are_not_encoded_further() -> None:
     assert isinstance(refused.error, InvalidRequest)
     assert (embedder.begun, embedder.cancelled) == (True, True)
     assert 'encoder_chat_answers_total{finish="failed"} 1.0' in chat.series.text()
+
+
+def test_a_replica_that_cannot_decode_any_more_is_unhealthy() -> None:
+    async def healthy() -> None:
+        pass
+
+    chat = object.__new__(Chat)
+    engine = SimpleNamespace(check_health=healthy, close=lambda: None)
+    chat.engine = cast(ChatEngine, engine)
+    for decoder in (None, SimpleNamespace(alive=lambda: True)):
+        chat.decoder = cast(Decoder | None, decoder)
+        asyncio.run(chat.check_health())
+    chat.decoder = cast(Decoder, SimpleNamespace(alive=lambda: False))
+    with pytest.raises(Unavailable):
+        asyncio.run(chat.check_health())

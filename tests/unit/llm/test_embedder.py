@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -14,6 +16,7 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from actors.errors import (
+    DeadlineExceeded,
     EmbeddingLost,
     InvalidMedia,
     Overloaded,
@@ -27,7 +30,7 @@ from actors.media.image import prepare
 from actors.media.patchify import patchifier_of
 from actors.options import ModelOptions, PreprocessOptions
 from actors.telemetry.tracing import NOBODY
-from actors.types import Answer, Dtype, Embedding, Kind, Media, ProcessorKwargs
+from actors.types import Answer, Dtype, Embedding, Item, Kind, Media, ProcessorKwargs
 from encoder_service.api.errors import AtItem
 from encoder_service.config import LimitOptions
 from encoder_service.intake.limits import Deadline
@@ -80,11 +83,6 @@ class Releases:
     async def remote(self, references: list[str]) -> None:
         self.released += references
         raise RayActorError()
-
-
-class Refusing(Routers):
-    async def remote(self, media: list[Media], *_: Any, **options: Any) -> list[Answer]:
-        return [InvalidMedia("damaged")] * len(media)
 
 
 def encode(routers: Routers) -> list[Answer]:
@@ -180,6 +178,20 @@ def test_ids_of_an_attempt_are_released_if_the_next_one_fails() -> None:
     with pytest.raises(Unavailable):
         embedded(routers)
     assert routers.released == [f"a.{MEDIA[0].digest}.b"]
+
+
+def test_a_damaged_item_is_named_while_others_are_decoded() -> None:
+    jobs: list[Future[Item]] = [Future() for _ in MEDIA]
+    decoder = cast(Decoder, SimpleNamespace(submit=lambda media: jobs[MEDIA.index(media)]))
+    embedder = LocalEmbedder(cast(DeploymentHandle, Routers()), "bfloat16", decoder)
+    jobs[1].set_exception(InvalidMedia("torn"))
+    with pytest.raises(AtItem) as refused:
+        asyncio.run(embedder.encode(MEDIA, Deadline(60), NOBODY))
+    assert (refused.value.item, jobs[0].cancelled()) == (1, True)
+    jobs[:] = [Future() for _ in MEDIA]
+    with pytest.raises(DeadlineExceeded):
+        asyncio.run(embedder.encode(MEDIA, Deadline(0.01), NOBODY))
+    assert all(job.cancelled() for job in jobs)
 
 
 @pytest.mark.parametrize("processes", [0, 1])
